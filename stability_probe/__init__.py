@@ -1,0 +1,90 @@
+"""stability_probe: watches attention while a transformer trains, and warns before it diverges.
+
+    import stability_probe as sp
+
+    with sp.watch(model, "runs/exp1") as probe:
+        for batch in loader:
+            loss = train_step(batch)
+            probe.step(loss=loss)
+
+Importing this package imports neither torch nor anything else that is slow: names load on use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stability_probe.errors import (
+        AlreadyWatchedError,
+        EvalModeError,
+        LogDirectoryError,
+        NoAttentionError,
+        ProbeClosedError,
+        RunNotFoundError,
+        ShapeError,
+        StabilityProbeError,
+    )
+    from stability_probe.plan import Plan, every
+    from stability_probe.probe import Probe, watch
+    from stability_probe.records import Alert, Severity, State
+    from stability_probe.replay import replay
+    from stability_probe.runlog.read import Run, load
+    from stability_probe.stats.measure import measure
+
+_HOMES = {
+    "Alert": "records",
+    "AlreadyWatchedError": "errors",
+    "EvalModeError": "errors",
+    "LogDirectoryError": "errors",
+    "NoAttentionError": "errors",
+    "Plan": "plan",
+    "Probe": "probe",
+    "ProbeClosedError": "errors",
+    "Run": "runlog.read",
+    "RunNotFoundError": "errors",
+    "Severity": "records",
+    "ShapeError": "errors",
+    "StabilityProbeError": "errors",
+    "State": "records",
+    "every": "plan",
+    "load": "runlog.read",
+    "measure": "stats.measure",
+    "replay": "replay",
+    "watch": "probe",
+}
+
+__all__ = [
+    "Alert",
+    "AlreadyWatchedError",
+    "EvalModeError",
+    "LogDirectoryError",
+    "NoAttentionError",
+    "Plan",
+    "Probe",
+    "ProbeClosedError",
+    "Run",
+    "RunNotFoundError",
+    "Severity",
+    "ShapeError",
+    "StabilityProbeError",
+    "State",
+    "every",
+    "load",
+    "measure",
+    "replay",
+    "watch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value  # `replay` names a module too: once loaded, the function stays
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -121,7 +121,7 @@ class FirstBad:
     layer_index: int
     tensor: str  # "q", "k", "v", "scores" or "output"
     step: int
-    explained: bool = False  # False: could also come from rows without any visible key
+    explained: bool = False  # True: rows without any visible key could be all there is to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class SiteReport:
     module: str  # the module's class
     seam: str = ""  # empty: gave nothing
     heads: int = 0
-    kind: str = ""  # "qk" where q and k are known, "scores" where only the scores are
+    sees: str = ""  # "qk" where q and k are known, "scores" where only the scores are
     calls: int = 0
     verified: str = "no"  # "output", "reissued", "weights" (what was compared), or "no"
     error: float | None = None  # largest absolute difference of the rebuilt rows

@@ -1,0 +1,1 @@
+"""Rules that turn a run's records into alerts, and the episodes that these belong to."""

@@ -1,0 +1,59 @@
+"""Which samples of a layer may be compared with each other.
+
+A maximum over one sequence and one over 32 differ by up to 2.6 times with heavy-tailed norms,
+and a logit before a soft-cap is another number than one after it. Mixing them would look
+like growth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from stability_probe.records import Observation
+
+Float32 = npt.NDArray[np.float32]
+
+LOGIT_STATISTICS = ("qk_abs_max_logit", "abs_max_logit", "max_logit")
+"""What growth rules read: the first of these that a layer has."""
+
+PATIENCE = 8  # samples of another kind in a row before a layer is judged by that kind
+
+
+@dataclass(slots=True)
+class Kind:
+    """What one layer's logit samples are samples of.
+
+    Attributes:
+        statistic: the logit statistic that is read.
+        sequences: sequences pooled into a sample; up to a factor of two is the same kind.
+        ranks: ranks pooled into a sample.
+        strangers: how many of the newest samples in a row were of another kind.
+    """
+
+    statistic: str
+    sequences: int
+    ranks: int
+    strangers: int = 0
+
+    def covers(self, observation: Observation) -> bool:
+        """Whether an observation pools about as much as the layer's other samples."""
+        if observation.sequences == self.sequences and observation.ranks == self.ranks:
+            return True
+        few, many = sorted((observation.sequences, self.sequences))
+        return observation.ranks == self.ranks and many <= 2 * few
+
+
+def kind_of(observation: Observation) -> Kind | None:
+    """The kind of an observation's logits; None where it has none."""
+    for name in LOGIT_STATISTICS:
+        if _known(observation.values, name):
+            return Kind(name, observation.sequences, observation.ranks)
+    return None
+
+
+def _known(values: Mapping[str, Float32], name: str) -> bool:
+    return name in values and bool(np.isfinite(values[name]).any())

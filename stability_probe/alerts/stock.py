@@ -1,0 +1,25 @@
+"""The rules that a run is judged by unless it brings its own."""
+
+from __future__ import annotations
+
+from stability_probe.alerts.attention_divergence import AttentionDivergence
+from stability_probe.alerts.entropy_collapse import EntropyCollapse
+from stability_probe.alerts.fp16_overflow import Fp16Overflow
+from stability_probe.alerts.logit_growth import LogitGrowth
+from stability_probe.alerts.loss_missing import LossMissing
+from stability_probe.alerts.nonfinite import NonFinite
+from stability_probe.alerts.nonfinite_loss import NonFiniteLoss
+from stability_probe.alerts.rule import Rule
+
+
+def stock_rules() -> tuple[Rule, ...]:
+    """The stock rules with their default constants, hard events first."""
+    return (
+        NonFinite(),
+        NonFiniteLoss(),
+        Fp16Overflow(),
+        AttentionDivergence(),
+        LogitGrowth(),
+        EntropyCollapse(),
+        LossMissing(),
+    )

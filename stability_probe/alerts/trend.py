@@ -1,0 +1,34 @@
+"""The verdict of a trend rule, layer by layer, worst first.
+
+Shape suffixes: L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from stability_probe.alerts.history import History
+from stability_probe.alerts.rule import Finding, Verdict
+
+BURN_IN = 30  # steps of a phase before a trend is judged (early learning moves everything)
+
+
+def trend_verdict(
+    history: History,
+    *,
+    judged_L: npt.NDArray[np.bool_],
+    found_L: npt.NDArray[np.bool_],
+    badness_L: npt.NDArray[np.float64],
+    finding: Callable[[int], Finding],
+) -> Verdict:
+    """Findings in order of falling badness, then the judged layers that are calm."""
+    names = history.names
+    found = np.flatnonzero(found_L & judged_L)
+    indices = np.array(history.indices, dtype=np.int64)
+    worst_first = found[np.lexsort((indices[found], -badness_L[found]))].tolist()
+    calm = np.flatnonzero(judged_L & ~found_L).tolist()
+    verdict: dict[str | None, Finding | None] = {names[i]: finding(i) for i in worst_first}
+    return verdict | dict.fromkeys([names[i] for i in calm])

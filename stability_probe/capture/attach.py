@@ -1,0 +1,399 @@
+"""Attaches to a model: finds its attention sites, reports their calls, and says what it misses.
+
+Until the first training forwards have shown where attention is called, every module is
+followed through PyTorch's global module hooks. After that only the sites are hooked. A site
+inside an `nn.TransformerEncoderLayer` stays on a global hook: a hook on the module itself
+would switch off that layer's fast path in evaluation, and with it change numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    _global_forward_pre_hooks,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from stability_probe.capture.functions import AttentionMode, Seen
+from stability_probe.capture.hooks import BeginHook, EnterHook, LeaveHook, is_live
+from stability_probe.capture.layout import UnsupportedCallError, canonical
+from stability_probe.capture.scope import Admission, Frame
+from stability_probe.capture.sites import (
+    attention_is_possible,
+    candidates,
+    canonical_name,
+    head_count,
+)
+from stability_probe.capture.verify import Verification, verify
+from stability_probe.errors import AlreadyWatchedError, EvalModeError, NoAttentionError
+from stability_probe.records import AttentionCall, SiteReport
+
+_VERIFY_TRIES = 3  # a call whose first rows are not finite, or all masked, is tried again
+
+
+class Receiver(Protocol):
+    """What takes the calls in: the meter."""
+
+    @property
+    def measuring(self) -> bool:
+        """Whether exact statistics are wanted at this step, and not only the sentinel."""
+
+    def call(self, call: AttentionCall) -> None:
+        """One attention call. Its tensors must not be kept."""
+
+    def values(self, call: AttentionCall, v: Tensor, output: Tensor) -> None:
+        """The product of the attention weights of a call, given without its tensors, with v."""
+
+    def confirm(self, layer: str) -> None:
+        """The layer's provisional calls were a checkpoint's first forward after all."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Site:
+    """One module that was seen to call attention."""
+
+    name: str
+    index: int  # in the order of the first forward
+    module: weakref.ref[nn.Module]
+    kind: str = ""  # its class
+    heads: int | None = None  # what the module declares
+    seen_heads: int = 0
+    seam: str = ""
+    sees: str = ""  # "qk" or "scores"
+    calls: int = 0
+    calls_in_forward: int = 0
+    last_step: int = 0
+    verification: Verification | None = None
+    tries: int = 0
+    disabled: str = ""  # why nothing is recorded any more
+    plain_softmax: bool = False  # its softmax does not descend from q k^T, yet weighs values
+
+
+class Attachment:
+    """The live connection to one model. `close` removes every trace of it."""
+
+    def __init__(self, model: nn.Module, receiver: Receiver, *, strict: bool = False) -> None:
+        self.sites: dict[str, Site] = {}
+        self.faults: list[tuple[str, str]] = []  # (layer, what happened), for the probe to drain
+        self.step = 1
+        self.forwards = 0  # of the watched model or its parts, admitted ones only
+        self.refused_in_eval = 0
+        self._model = model
+        self._receiver = receiver
+        self._strict = strict
+        self._mode = AttentionMode(self)
+        self._handles: list[RemovableHandle] = []
+        self._names: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self._discovering = False
+        self.discover()
+
+    # Hooks
+
+    def discover(self) -> None:
+        """Follows every module until `settle`, to find the sites."""
+        self._unhook()
+        self._names = {id(m): canonical_name(n) for n, m in self._model.named_modules()}
+        self._discovering = True
+        self._hook_globally()
+
+    def settle(self) -> None:
+        """Hooks the sites found so far, and only those."""
+        self._unhook()
+        self._discovering = False
+        self._names = {}
+        for site in self.sites.values():
+            module = site.module()
+            if module is None or site.disabled:
+                continue
+            if self._is_shy(module):
+                self._names[id(module)] = site.name
+                continue
+            enter, leave = EnterHook(self, site.name), LeaveHook(self, site.name)
+            self._handles += [
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+        if self._names or self._is_shy(self._model):
+            self._hook_globally()
+        else:
+            self._handles.append(self._model.register_forward_pre_hook(BeginHook(self)))
+
+    @property
+    def discovering(self) -> bool:
+        """Whether every module is followed."""
+        return self._discovering
+
+    @property
+    def followed(self) -> frozenset[int]:
+        """The `id`s of the modules followed through global hooks, the model's own among them."""
+        return frozenset(self._names) | {id(self._model)}
+
+    def close(self) -> None:
+        """Removes all hooks and modes. Safe to call twice."""
+        self._unhook()
+        self._mode.scope.heal()
+        self._mode.clear()
+
+    def heal(self) -> None:
+        """Drops what an interrupted forward left behind; call it between steps."""
+        if self._mode.scope.frames or self._mode.scope.mode_on:
+            self._mode.scope.heal()
+            self._mode.clear()
+
+    def _hook_globally(self) -> None:
+        self._handles += [
+            register_module_forward_pre_hook(self._global_enter),
+            register_module_forward_hook(self._global_leave, always_call=True),
+        ]
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _is_shy(self, module: nn.Module) -> bool:
+        """Whether a hook on the module would switch off a fast path of nn.TransformerEncoder."""
+        return any(
+            module is part
+            for layer in self._model.modules()
+            if isinstance(layer, nn.TransformerEncoderLayer)
+            for part in layer.modules()
+        )
+
+    # Boundary: what the hooks tell
+
+    def _global_enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module is self._model:
+            self.begin()
+        if (name := self._names.get(id(module))) is not None:
+            self.enter(name, module, args, {})
+
+    def _global_leave(self, module: nn.Module, *_: object) -> None:
+        if not torch.compiler.is_compiling() and (name := self._names.get(id(module))):
+            self.leave(name, module)
+
+    def begin(self) -> None:
+        """The watched model's forward begins: nothing can be open on this thread."""
+        self.heal()
+
+    def enter(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """A hooked module's forward begins."""
+        try:
+            frame = self._mode.scope.enter(name, module, args, kwargs)
+            if frame.admission is Admission.RECOMPUTE:
+                self._receiver.confirm(name)
+            elif frame.looking:
+                self.forwards += 1
+            elif not module.training:
+                self.refused_in_eval += 1
+            if (site := self.sites.get(name)) is not None:
+                site.calls_in_forward = 0
+        except Exception as error:
+            self.fault(None, error)
+
+    def leave(self, name: str, module: nn.Module) -> None:
+        """A hooked module's forward ended."""
+        self._mode.scope.leave(module)
+        if not self._mode.scope.frames:
+            self._mode.clear()
+
+    # Listener: what the mode tells
+
+    def attention(self, seen: Seen) -> AttentionCall | None:
+        """Records a call at its site; None when it is no attention, or not to be recorded."""
+        if not seen.path:
+            return None
+        frame = seen.path[-1]
+        site = self.sites.get(frame.name)
+        if site is None:
+            if not seen.descends:
+                return None  # may be a router; `values` decides
+            site = self._new_site(frame)
+        if site.disabled or not (seen.descends or site.plain_softmax):
+            return None
+        try:
+            call = self._call(site, frame, seen)
+        except UnsupportedCallError as unsupported:
+            self._disable(site, f"this call cannot be read: {unsupported}")
+            return None
+        self._note(site, call, seen)
+        self._receiver.call(call)
+        return dataclasses.replace(
+            call, q_BHQD=None, k_BGKD=None, scores_BHQK=None, input_rms=None,
+            masks=(), v_BGKE=None, output_BHQE=None,
+        )  # fmt: skip
+
+    def values(
+        self, token: object | None, path: tuple[Frame, ...], v: Tensor, output: Tensor
+    ) -> None:
+        """Attention weights met their values."""
+        if isinstance(token, AttentionCall):
+            self._receiver.values(token, v, output)
+        elif path and path[-1].looking:
+            self._site_of(path[-1]).plain_softmax = True  # from its next forward on
+
+    def fault(self, frame: Frame | None, error: Exception) -> None:
+        """Fails open: the site records nothing any more, and training goes on."""
+        if self._strict:
+            raise error
+        what = f"{type(error).__name__}: {error}"
+        site = self.sites.get(frame.name) if frame is not None else None
+        if site is None:
+            self.faults.append(("", what))
+        elif not site.disabled:
+            self._disable(site, what)
+
+    # Sites
+
+    def _site_of(self, frame: Frame) -> Site:
+        return self.sites.get(frame.name) or self._new_site(frame)
+
+    def _new_site(self, frame: Frame) -> Site:
+        with self._lock:
+            site = Site(frame.name, len(self.sites), weakref.ref(frame.module),
+                        type(frame.module).__name__, head_count(frame.module))  # fmt: skip
+            return self.sites.setdefault(frame.name, site)
+
+    def _disable(self, site: Site, why: str) -> None:
+        site.disabled = why
+        self.faults.append((site.name, why))
+
+    def _call(self, site: Site, frame: Frame, seen: Seen) -> AttentionCall:
+        fields = canonical(seen, site.heads)
+        rms = None
+        if self._receiver.measuring and frame.input is not None:
+            rms = frame.input.float().square().mean().sqrt()
+        return AttentionCall(
+            layer=site.name,
+            layer_index=site.index,
+            call_index=site.calls_in_forward,
+            seam=seen.seam,
+            causal=seen.causal,
+            softcap=seen.softcap,
+            dtype=seen.dtype,
+            fused=seen.seam == "sdpa",
+            pre_scaled=seen.pre_scaled,
+            phase="eval_grad" if frame.admission is Admission.EVAL_GRAD else "train",
+            provisional=frame.admission is Admission.PROVISIONAL,
+            input_rms=rms,
+            **fields,
+        )
+
+    def _note(self, site: Site, call: AttentionCall, seen: Seen) -> None:
+        matrix = call.q_BHQD if call.q_BHQD is not None else call.scores_BHQK
+        site.seen_heads = 0 if matrix is None else matrix.shape[1]
+        site.seam, site.sees = seen.seam, "qk" if call.q_BHQD is not None else "scores"
+        site.calls += 1
+        site.calls_in_forward += 1
+        site.last_step = self.step
+        if site.verification is None and self._receiver.measuring and site.tries < _VERIFY_TRIES:
+            site.tries += 1
+            weights = None if seen.weights is None else seen.weights.reshape(
+                matrix.shape[0], site.seen_heads, *seen.weights.shape[-2:]
+            ) if matrix is not None else None  # fmt: skip
+            site.verification = verify(call, weights, seen.dropout)
+
+    # What is seen, and what is not
+
+    def unseen(self) -> dict[str, str]:
+        """Modules that look like attention and gave nothing: {name: class}."""
+        sites = list(self.sites)
+        return {
+            name: type(module).__name__
+            for name, module in candidates(self._model).items()
+            if not any(_same_branch(name, site) for site in sites)
+        }
+
+    def report(self) -> tuple[SiteReport, ...]:
+        """The coverage table: every site, then every candidate that gave nothing."""
+        seen = [_report(site) for site in sorted(self.sites.values(), key=lambda s: s.index)]
+        why = "no forward in training yet" if not self.forwards else "gave no attention call"
+        return (*seen, *(SiteReport(n, kind, reason=why) for n, kind in self.unseen().items()))
+
+
+def _same_branch(one: str, two: str) -> bool:
+    return one == two or one.startswith(f"{two}.") or two.startswith(f"{one}.")
+
+
+def _report(site: Site) -> SiteReport:
+    report = SiteReport(
+        site.name, site.kind, site.seam, site.seen_heads, site.sees, site.calls,
+        reason=site.disabled,
+    )  # fmt: skip
+    found = site.verification
+    if found is None:
+        reason = site.disabled or "no measured call could be compared yet"
+        return dataclasses.replace(report, reason=reason)
+    if found.passed():
+        return dataclasses.replace(report, verified=found.against, error=found.relative())
+    reason = f"the rebuilt {found.against} differs by {found.relative():.1e} (relative)"
+    return dataclasses.replace(report, error=found.relative(), reason=site.disabled or reason)
+
+
+def _watched_at(model: nn.Module) -> str | None:
+    """The name of a module of `model` that a live probe has hooked."""
+    everywhere = _global_forward_pre_hooks.values()
+    owners = [getattr(hook, "__self__", None) for hook in everywhere]
+    followed = {i for o in owners if isinstance(o, Attachment) for i in o.followed}
+    for name, module in model.named_modules():
+        if id(module) in followed or any(map(is_live, module._forward_pre_hooks.values())):
+            return canonical_name(name)
+    return None
+
+
+def attach(
+    model: nn.Module, receiver: Receiver, *, strict: bool = False, allow_eval: bool = False
+) -> Attachment:
+    """Starts to report a model's attention calls to `receiver`.
+
+    Args:
+        model: the model that is trained, before or after DDP or FSDP wrapped it.
+        receiver: takes the calls.
+        strict: a fault while reading raises instead of disabling the site; for tests.
+        allow_eval: accept a model whose attention is all in eval mode, as LoRA and DPO loops
+            use it; calls are recorded there while gradients flow.
+
+    Raises:
+        AlreadyWatchedError: the model or a part of it is watched already.
+        NoAttentionError: nothing in the model can be attention.
+        EvalModeError: every attention layer is in eval mode.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"got {type(model).__name__}; expected a torch.nn.Module. "
+            "Pass the model itself, not its output or its optimizer."
+        )
+    if (where := _watched_at(model)) is not None:
+        raise AlreadyWatchedError(
+            f"got a {type(model).__name__} that is watched already (at {where!r}); expected one "
+            "probe a model. Close the first with probe.close(), or use it."
+        )
+    if not attention_is_possible(model):
+        raise NoAttentionError(
+            f"got a {type(model).__name__} in which no module is or calls attention "
+            f"({sum(1 for _ in model.modules())} modules looked at); expected a model with at "
+            "least one attention layer. Watch the part of your model that holds the transformer."
+        )
+    found = candidates(model)
+    if found and not allow_eval and not any(m.training for m in found.values()):
+        raise EvalModeError(
+            f"got a {type(model).__name__} whose {len(found)} attention layers are all in eval "
+            f"mode (first: {next(iter(found))!r}); expected train mode, because evaluation is not "
+            "recorded. Call model.train() before watch(), or pass allow_eval=True if you train "
+            "in eval mode."
+        )
+    return Attachment(model, receiver, strict=strict)

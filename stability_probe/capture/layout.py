@@ -1,0 +1,114 @@
+"""Brings calls of any layout into [batch, head, row, column].
+
+Shape suffixes: as in `stability_probe.records`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stability_probe.capture.functions import Seen
+
+
+class UnsupportedCallError(Exception):
+    """A call that cannot be read; the message says why."""
+
+
+def batch_and_heads(lead: torch.Size | tuple[int, ...], heads: int | None) -> tuple[int, int]:
+    """Splits the leading dimensions of a score matrix into (batch, heads).
+
+    Three-dimensional calls merge both: `heads`, what the module or caller declares, splits
+    them; without it each call has one head. More than two leading dimensions are windows
+    times batch, or groups times heads where their product is the declared count.
+    """
+    if len(lead) == 0:
+        return 1, 1
+    if len(lead) == 1:
+        split = heads if heads and lead[0] % heads == 0 else 1
+        return lead[0] // split, split
+    if len(lead) > 2 and heads and lead[-1] != heads and lead[-2] * lead[-1] == heads:
+        return math.prod(lead[:-2]), heads
+    return math.prod(lead[:-1]), lead[-1]
+
+
+def canonical(seen: Seen, heads: int | None) -> dict[str, Any]:
+    """The tensors of `seen` as the fields of an `AttentionCall`.
+
+    Raises:
+        UnsupportedCallError: nested tensors, tensors without storage, or shapes that do not fit.
+    """
+    heads = seen.heads or heads
+    tensors = [t for t in (seen.q, seen.k, seen.v, seen.scores, seen.output) if t is not None]
+    for tensor in tensors:
+        if tensor.is_nested:
+            raise UnsupportedCallError("nested (jagged) tensors are not read yet")
+        if tensor.device.type == "meta" or type(tensor).__name__ == "FakeTensor":
+            raise UnsupportedCallError("the tensors hold no data (meta device or fake tensors)")
+    return _from_sdpa(seen, heads) if seen.seam == "sdpa" else _from_softmax(seen, heads)
+
+
+def _from_sdpa(seen: Seen, heads: int | None) -> dict[str, Any]:
+    q, k, v, output = (_local(t) for t in (seen.q, seen.k, seen.v, seen.output))
+    if q is None or k is None or v is None or output is None:
+        raise UnsupportedCallError("q, k, v or the output is missing")
+    lead = q.shape[:-2]
+    b, h = batch_and_heads(lead, heads)
+    if len(lead) == 2:
+        k, v = (t.expand(b, *t.shape[1:]) if t.shape[0] == 1 else t for t in (k, v))
+        groups = k.shape[1]
+    else:
+        k, v = (t.expand(*lead, *t.shape[-2:]) for t in (k, v))
+        groups = h
+    scores_shape = (*lead, q.shape[-2], k.shape[-2])
+    return {
+        "q_BHQD": q.reshape(b, h, *q.shape[-2:]),
+        "k_BGKD": k.reshape(b, groups, *k.shape[-2:]),
+        "v_BGKE": v.reshape(b, groups, *v.shape[-2:]),
+        "output_BHQE": output.reshape(b, h, *output.shape[-2:]),
+        "masks": tuple(_mask(m, scores_shape, (b, h)) for m in seen.masks),
+        "scale": seen.scale,
+    }
+
+
+def _from_softmax(seen: Seen, heads: int | None) -> dict[str, Any]:
+    matrix = seen.weights
+    if matrix is None:
+        raise UnsupportedCallError("the softmax gave no output")
+    lead, rows, keys = matrix.shape[:-2], matrix.shape[-2], matrix.shape[-1]
+    b, h = batch_and_heads(lead, heads)
+    scale = seen.scale
+    if isinstance(scale, Tensor) and scale.dim() > 0:
+        scale = scale.expand(*lead, 1, 1).reshape(b, h, 1, 1)
+    return {
+        "q_BHQD": None if seen.q is None else _as_rows(seen.q, lead, (b, h)),
+        "k_BGKD": None if seen.k is None else _as_rows(seen.k, lead, (b, h)),
+        "scores_BHQK": None if seen.scores is None else seen.scores.reshape(b, h, rows, keys),
+        "masks": tuple(_mask(m, matrix.shape, (b, h)) for m in seen.masks),
+        "scale": scale,
+    }
+
+
+def _as_rows(rows: Tensor, lead: torch.Size, batch_heads: tuple[int, int]) -> Tensor:
+    """q or k, laid out as their product was or broadcast to it, as [B, H, rows, D]."""
+    if rows.shape[:-2].numel() != lead.numel():
+        rows = rows.expand(*lead, *rows.shape[-2:])
+    return rows.reshape(*batch_heads, *rows.shape[-2:])
+
+
+def _mask(mask: Tensor, scores_shape: tuple[int, ...], batch_heads: tuple[int, int]) -> Tensor:
+    """A mask that broadcasts to [B, H, Q, K]."""
+    if len(scores_shape) == 4:
+        return mask
+    if mask.dim() <= 2:
+        return mask
+    return mask.expand(scores_shape).reshape(*batch_heads, *scores_shape[-2:])
+
+
+def _local(tensor: Tensor | None) -> Tensor | None:
+    """The part of a distributed tensor that lies on this rank."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor

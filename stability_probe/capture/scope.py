@@ -1,0 +1,143 @@
+"""Where in the model we are, and whether the capture may look.
+
+Module hooks push and pop one `Frame` each on a stack of their thread. While the innermost
+frame was admitted by the `admit` gate, a torch-function mode is on; everywhere else it is off,
+because an active mode alone switches off PyTorch's native fast paths in evaluation and with
+them changes numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+)
+
+
+class Admission(Enum):
+    """What the gate says of one forward of one module."""
+
+    REFUSED = "refused"
+    TRAIN = "train"
+    PROVISIONAL = "provisional"  # train mode without gradients: a checkpoint's first forward,
+    # or `generate()` inside training; only a recomputation in backward tells them apart
+    EVAL_GRAD = "eval_grad"  # eval mode, yet gradients flow: LoRA and DPO loops train so
+    RECOMPUTE = "recompute"  # inside backward: the same forward once more
+
+
+def admit(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Admission:
+    """Decides whether a forward of `module` may be recorded.
+
+    A forward under tracing, vmap or functorch, and an evaluation, are refused.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.is_inference_mode_enabled()
+    ):
+        return Admission.REFUSED
+    if torch._C._current_graph_task_id() != -1:
+        return Admission.RECOMPUTE
+    if module.training:
+        return Admission.TRAIN if torch.is_grad_enabled() else Admission.PROVISIONAL
+    if torch.is_grad_enabled() and _gradients_flow(module, args, kwargs):
+        return Admission.EVAL_GRAD
+    return Admission.REFUSED
+
+
+def _gradients_flow(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether anything here requires a gradient: then no native fast path would be taken."""
+    values = (*args, *kwargs.values())
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values) or any(
+        p.requires_grad for p in module.parameters()
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """One forward of one hooked module, from its pre-hook to its post-hook."""
+
+    name: str
+    module: nn.Module
+    admission: Admission
+    mode_before: bool  # whether the mode was on outside this frame
+    input: torch.Tensor | None = None  # the module's first floating-point argument
+
+    @property
+    def looking(self) -> bool:
+        """Whether attention calls in here are recorded."""
+        return self.admission not in (Admission.REFUSED, Admission.RECOMPUTE)
+
+
+class Scope(threading.local):
+    """The stack of frames of the current thread, and the switch of the mode."""
+
+    def __init__(self, mode: TorchFunctionMode) -> None:
+        self.mode = mode
+        self.frames: list[Frame] = []
+        self.mode_on = False
+
+    def enter(
+        self,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Frame:
+        """Asks the gate and pushes a frame; call it from a forward pre-hook."""
+        if any(frame.module is module for frame in self.frames):
+            self.heal()  # its post-hook never ran: Ctrl-C skips even `always_call` hooks
+        admission = admit(module, args, kwargs)
+        tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
+        first = next((t.detach() for t in tensors if t.is_floating_point()), None)
+        frame = Frame(name, module, admission, self.mode_on, first)
+        self.frames.append(frame)
+        self._switch(frame.looking)
+        return frame
+
+    def leave(self, module: nn.Module) -> bool:
+        """Pops the module's frame; False when there is none (refused before, or healed)."""
+        if not self.frames or self.frames[-1].module is not module:
+            return False
+        self._switch(self.frames.pop().mode_before)
+        return True
+
+    def heal(self) -> None:
+        """Drops whatever an interrupted forward left behind on this thread."""
+        self.frames.clear()
+        self.mode_on = False
+        while _active_mode() is self.mode:
+            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @property
+    def path(self) -> tuple[Frame, ...]:
+        """The frames from the outermost to the innermost."""
+        return tuple(self.frames)
+
+    @property
+    def current(self) -> Frame | None:
+        """The innermost frame."""
+        return self.frames[-1] if self.frames else None
+
+    def _switch(self, on: bool) -> None:
+        if on and not self.mode_on:
+            self.mode.__enter__()  # type: ignore[no-untyped-call]
+            self.mode_on = True
+        elif self.mode_on and not on and _active_mode() is self.mode:
+            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.mode_on = False
+
+
+def _active_mode() -> TorchFunctionMode | None:
+    """The innermost torch-function mode of this thread."""
+    mode: TorchFunctionMode | None = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    return mode

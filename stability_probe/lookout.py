@@ -1,0 +1,163 @@
+"""Makes blindness loud: turns what the capture misses into alerts.
+
+Alerts of here are about the probe and not about the run: a replay copies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stability_probe.capture import Attachment
+from stability_probe.records import Alert, Origin, Severity, SiteReport
+
+DISCOVERY_STEPS = 3  # a layer that is skipped at random shows within a few steps
+SILENT_STEPS = 20  # a site without a call for so long is blind, or was replaced
+
+
+class Lookout:
+    """Asks the attachment, after every step, what it did not see."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+        self._discovery_steps = 0
+        self._steps_without_forward = 0
+        self._told: set[str] = set()
+
+    def after_step(self, step: int) -> list[Alert]:
+        """The operational alerts that a step gives rise to; ends discovery when it is done."""
+        return [*self._faults(step), *self._blindness(step)]
+
+    def _faults(self, step: int) -> Iterator[Alert]:
+        faults, self._attachment.faults = self._attachment.faults, []
+        for layer, what in faults:
+            yield _operational(
+                step,
+                "probe_fault",
+                Severity.WARNING,
+                layer or None,
+                f"Reading attention failed at {layer or 'the model'} ({what}); training is not "
+                "touched, and this site is not watched any more.",
+                "Please report it, with the layer's code if you can.",
+            )
+
+    def _blindness(self, step: int) -> Iterator[Alert]:
+        if self._attachment.discovering:
+            yield from self._while_discovering(step)
+        else:
+            yield from self._silent_sites(step)
+
+    def _while_discovering(self, step: int) -> Iterator[Alert]:
+        if not self._attachment.forwards:
+            self._steps_without_forward += 1
+            if self._steps_without_forward == DISCOVERY_STEPS:
+                yield self._no_forward(step)
+            return
+        self._discovery_steps += 1
+        unseen = self._attachment.unseen()
+        if unseen and self._discovery_steps < DISCOVERY_STEPS:
+            return
+        self._attachment.settle()
+        if not self._attachment.sites and "" not in self._told:
+            self._told.add("")
+            yield _operational(
+                step,
+                "blind",
+                Severity.WARNING,
+                None,
+                f"No attention call was seen in {self._discovery_steps} steps of training; "
+                "nothing is watched.",
+                "Watch the module whose forward runs in training, and see probe.coverage.",
+            )
+        for layer, kind in unseen.items():
+            if layer not in self._told:
+                self._told.add(layer)
+                yield _operational(
+                    step,
+                    "blind",
+                    Severity.WARNING,
+                    layer,
+                    f"{layer} ({kind}) looks like attention and gave no attention call in "
+                    f"{self._discovery_steps} steps; it is not watched.",
+                    "A kernel of its own, or a compiled module, hides its calls; "
+                    "see probe.coverage.",
+                )
+        yield from self._unverified(step)
+
+    def _no_forward(self, step: int) -> Alert:
+        in_eval = self._attachment.refused_in_eval > 0
+        return _operational(
+            step,
+            "blind",
+            Severity.WARNING,
+            None,
+            f"{DISCOVERY_STEPS} steps went by without a forward of the watched model in "
+            + ("training: its modules are in eval mode." if in_eval else "training."),
+            "Call model.train() before the training step, or watch the module that is trained."
+            if in_eval
+            else "Watch the module whose forward your loop calls; a module compiled before "
+            "watch() hides its forwards.",
+        )
+
+    def _silent_sites(self, step: int) -> Iterator[Alert]:
+        silent = [
+            site
+            for site in self._attachment.sites.values()
+            if not site.disabled and self._attachment.step - site.last_step >= SILENT_STEPS
+        ]
+        for site in silent:
+            if site.name not in self._told:
+                self._told.add(site.name)
+                module = site.module()
+                mode = "gone (replaced?)" if module is None else (
+                    "in train mode" if module.training else "in eval mode"
+                )  # fmt: skip
+                yield _operational(
+                    step,
+                    "blind",
+                    Severity.WARNING,
+                    site.name,
+                    f"{site.name} ({site.kind}, {mode}) gave no attention call for "
+                    f"{SILENT_STEPS} steps; its numbers have stopped.",
+                    "Call model.train() if it is to train; a replaced module is looked for now.",
+                )
+                self._discovery_steps = 0
+                self._attachment.discover()
+        self._told -= {s.name for s in self._attachment.sites.values() if s not in silent}
+
+    def _unverified(self, step: int) -> Iterator[Alert]:
+        for report in self._attachment.report():
+            if report.error is not None and report.verified == "no":
+                yield _operational(
+                    step,
+                    "unverified",
+                    Severity.WARNING,
+                    report.layer,
+                    f"The numbers of {report.layer} may be wrong: {report.reason}.",
+                    "Treat its alerts with care; please report it, with the layer's code.",
+                )
+
+
+def coverage_text(reports: tuple[SiteReport, ...]) -> str:
+    """The coverage table as lines of plain text, one a site."""
+    lines = []
+    for r in reports:
+        seen = f"{r.seam}, {r.heads} heads, {r.sees}" if r.seam else "NOT SEEN"
+        checked = f"verified against {r.verified}, error {r.error:.0e}" if r.verified != "no" else (
+            f"not verified: {r.reason}" if r.seam else r.reason
+        )  # fmt: skip
+        lines.append(f"{r.layer} ({r.module}): {seen}; {checked}")
+    return "\n".join(lines)
+
+
+def _operational(
+    step: int, rule: str, severity: Severity, layer: str | None, message: str, remedy: str
+) -> Alert:
+    return Alert(
+        step=step,
+        rule=rule,
+        severity=severity,
+        layer=layer,
+        message=message,
+        remedies=(remedy,),
+        origin=Origin.OPERATIONAL,
+    )

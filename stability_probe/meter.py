@@ -1,0 +1,248 @@
+"""Pools the calls of one optimizer step into one measurement.
+
+Micro-batches merge; a checkpoint's recomputation counts once; a no-grad forward counts only
+when a recomputation in backward confirms it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from stability_probe.records import AttentionCall, FirstBad, Level, Observation
+from stability_probe.sentinel import KINDS, NEVER, bad_steps, call_peaks, is_bad, value_peaks
+from stability_probe.stats.accumulate import accumulate
+from stability_probe.stats.accumulators import Accumulators, concatenate, merge
+from stability_probe.stats.finish import finish
+from stability_probe.transfer import HostCopy
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """What one layer's calls at one step came to so far; None where nothing came."""
+
+    accumulators: Accumulators | None = None
+    peaks: Tensor | None = None  # [5], see `sentinel`
+    sequences: int = 0
+
+    def add(self, other: _Pool) -> None:
+        """Takes in another pool of the same layer."""
+        self.sequences += other.sequences
+        if other.accumulators is not None:
+            mine = self.accumulators
+            self.accumulators = (
+                other.accumulators if mine is None else merge(mine, other.accumulators)
+            )
+        if other.peaks is not None:
+            self.peaks = (
+                other.peaks if self.peaks is None else torch.maximum(self.peaks, other.peaks)
+            )
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """One layer, over the whole run."""
+
+    name: str
+    index: int
+    pool: _Pool = field(default_factory=_Pool)
+    provisional: list[_Pool] = field(default_factory=list)
+    first_bad: Tensor | None = None  # [5], steps, on the layer's device
+    explained: bool = False  # rows without a visible key could make its output non-finite
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """The statistics of the layers on one device, heads side by side."""
+
+    layers: tuple[tuple[str, int, int, int], ...]  # name, index, heads, sequences
+    columns: tuple[tuple[str, int], ...]  # statistic and its width per head
+    copy: HostCopy  # [heads of all layers, width of all columns]
+
+    def observations(self) -> list[Observation]:
+        table = self.copy.numpy()
+        found, row = [], 0
+        for name, index, heads, sequences in self.layers:
+            rows, column, values = table[row : row + heads], 0, {}
+            for statistic, width in self.columns:
+                cells = rows[:, column : column + width]
+                values[statistic] = (cells[:, 0] if width == 1 else cells).copy()
+                column += width
+            found.append(Observation(name, index, values, sequences))
+            row += heads
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measurement:
+    """A step's statistics and sentinel, on their way to the host."""
+
+    level: Level
+    parts: tuple[_Part, ...] = ()
+    bad: tuple[tuple[tuple[_Slot, ...], HostCopy], ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        """Whether reading would not wait for a device."""
+        return all(p.copy.ready for p in self.parts) and all(copy.ready for _, copy in self.bad)
+
+    def observations(self) -> tuple[Observation, ...]:
+        """The statistics of each layer, in layer order; empty at a step not measured."""
+        found = [o for part in self.parts for o in part.observations()]
+        return tuple(sorted(found, key=lambda o: o.layer_index))
+
+    def first_bad(self) -> tuple[FirstBad, ...]:
+        """The first non-finite value of each layer and kind since the sentinel was last read."""
+        return tuple(
+            FirstBad(s.name, s.index, kind, int(step), kind == "output" and s.explained)
+            for slots, copy in self.bad
+            for s, row in zip(slots, copy.numpy(), strict=True)
+            for kind, step in zip(KINDS, row, strict=True)
+            if step < NEVER
+        )
+
+
+class Meter:
+    """Takes attention calls in and gives one measurement a step out."""
+
+    def __init__(self) -> None:
+        self.level = Level.FULL
+        self.latest: dict[str, dict[str, Tensor]] = {}  # statistic -> layer -> [heads]
+        self._slots: dict[tuple[str, int], _Slot] = {}
+        self._lock = threading.Lock()
+
+    # In: what the capture tells
+
+    @property
+    def measuring(self) -> bool:
+        """Whether exact statistics are taken at this step."""
+        return self.level is not Level.SENTINEL
+
+    def call(self, call: AttentionCall) -> None:
+        """Reduces a call at once; none of its tensors is kept."""
+        matrix = call.scores_BHQK if call.q_BHQD is None else call.q_BHQD
+        pool = _Pool(peaks=call_peaks(call), sequences=0 if matrix is None else matrix.shape[0])
+        if self.measuring:
+            pool.accumulators = accumulate(call, full=self.level is Level.FULL)
+        with self._lock:
+            slot = self._slot(call)
+            slot.explained |= bool(call.masks) or call.seam == "softmax"
+            if call.provisional:
+                slot.provisional.append(pool)
+            else:
+                slot.pool.add(pool)
+
+    def values(self, call: AttentionCall, v: Tensor, output: Tensor) -> None:
+        """Watches v and the output of a call that was seen at its softmax."""
+        pool = _Pool(peaks=value_peaks(v, output))
+        with self._lock:
+            slot = self._slot(call)
+            if not call.provisional:
+                slot.pool.add(pool)
+            elif slot.provisional:
+                slot.provisional[-1].add(pool)
+
+    def confirm(self, layer: str) -> None:
+        """Counts the oldest provisional call of each of the layer's slots."""
+        with self._lock:
+            for (name, _), slot in self._slots.items():
+                if name == layer and slot.provisional:
+                    slot.pool.add(slot.provisional.pop(0))
+
+    def _slot(self, call: AttentionCall) -> _Slot:
+        key = (call.layer, call.call_index)
+        if key not in self._slots:
+            name = call.layer if call.call_index == 0 else f"{call.layer}#{call.call_index}"
+            self._slots[key] = _Slot(name, len(self._slots))
+        return self._slots[key]
+
+    # Out: what the probe asks
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """Layer names and their index, in the order of the first forward."""
+        return {slot.name: slot.index for slot in self._slots.values()}
+
+    def nonfinite_flag(self) -> Tensor | None:
+        """Device bool, 0-dim: whether a value in this step's forwards so far is not finite.
+
+        Rows without any visible key count too. None before the first forward of a step.
+        """
+        with self._lock:
+            peaks = [s.pool.peaks for s in self._slots.values() if s.pool.peaks is not None]
+        if not peaks:
+            return None
+        return is_bad(torch.stack([p.to(peaks[0].device) for p in peaks])).any()
+
+    @torch.no_grad()
+    def drain(self, step: int, *, read_sentinel: bool) -> Measurement:
+        """Ends the step: takes what was pooled, and drops what was never confirmed.
+
+        Args:
+            step: the step that the forwards since the last drain led to.
+            read_sentinel: also bring the sentinel to the host, and start it anew.
+        """
+        with self._lock:
+            slots = list(self._slots.values())
+            taken = [(slot, slot.pool) for slot in slots]
+            for slot in slots:
+                slot.pool, slot.provisional = _Pool(), []
+        for group in _by_device(taken, lambda pair: pair[1].peaks):
+            _note_bad(group, step)
+        measured = [(s, p.accumulators, p.sequences) for s, p in taken if p.accumulators]
+        if measured:
+            self.latest = {}
+        parts = [self._finished(g) for g in _by_device(measured, lambda m: m[1].maxima)]
+        bad = _take_bad(slots) if read_sentinel or measured else ()
+        return Measurement(self.level, tuple(parts), bad)
+
+    def _finished(self, group: Sequence[tuple[_Slot, Accumulators, int]]) -> _Part:
+        """All layers of a device finished at once, their heads side by side, in one copy."""
+        together = concatenate([accumulators for _, accumulators, _ in group])
+        values = finish(together, full=self.level is Level.FULL)
+        heads = [accumulators.maxima.shape[-1] for _, accumulators, _ in group]
+        for statistic, tensor in values.items():
+            by_layer = self.latest.setdefault(statistic, {})
+            for (slot, _, _), rows in zip(group, torch.split(tensor, heads), strict=True):
+                by_layer[slot.name] = rows
+        flat = [tensor.reshape(tensor.shape[0], -1) for tensor in values.values()]
+        return _Part(
+            tuple((s.name, s.index, h, n) for (s, _, n), h in zip(group, heads, strict=True)),
+            tuple((name, f.shape[1]) for name, f in zip(values, flat, strict=True)),
+            HostCopy(torch.cat(flat, dim=1)),
+        )
+
+
+def _note_bad(group: Sequence[tuple[_Slot, _Pool]], step: int) -> None:
+    """Keeps, on the device, the first step at which each kind was not finite."""
+    peaks = torch.stack([pool.peaks for _, pool in group if pool.peaks is not None])
+    fresh = bad_steps(peaks, step)
+    for (slot, _), row in zip(group, fresh.unbind(), strict=True):
+        slot.first_bad = row if slot.first_bad is None else torch.minimum(slot.first_bad, row)
+
+
+def _take_bad(slots: Sequence[_Slot]) -> tuple[tuple[tuple[_Slot, ...], HostCopy], ...]:
+    """The sentinel's rows on their way to the host; the slots start anew."""
+    taken = []
+    for group in _by_device(slots, lambda slot: slot.first_bad):
+        rows = torch.stack([slot.first_bad for slot in group if slot.first_bad is not None])
+        taken.append((tuple(group), HostCopy(rows)))
+        for slot in group:
+            slot.first_bad = None
+    return tuple(taken)
+
+
+def _by_device(items: Sequence[T], tensor_of: Callable[[T], Tensor | None]) -> list[list[T]]:
+    """Groups items by the device of their tensor; those without one are left out."""
+    groups: dict[torch.device, list[T]] = {}
+    for item in items:
+        if (tensor := tensor_of(item)) is not None:
+            groups.setdefault(tensor.device, []).append(item)
+    return list(groups.values())

@@ -1,0 +1,428 @@
+"""The live probe: composes capture, meter, monitor and sinks around a training loop."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from stability_probe.alerts.rule import Rule
+from stability_probe.capture import attach
+from stability_probe.errors import ProbeClosedError
+from stability_probe.lookout import Lookout, coverage_text
+from stability_probe.meter import Measurement, Meter
+from stability_probe.monitor import Monitor
+from stability_probe.plan import Plan
+from stability_probe.records import (
+    Alert,
+    LayerInfo,
+    Level,
+    Origin,
+    RunHeader,
+    Severity,
+    SiteReport,
+    State,
+    StepRecord,
+    StepScalars,
+)
+from stability_probe.runlog.write import RunWriter
+from stability_probe.sinks import Sink
+from stability_probe.sinks.console import ConsoleSink
+from stability_probe.sinks.guard import GuardedSinks
+from stability_probe.sinks.tensorboard import TensorBoardSink
+from stability_probe.stats.catalogue import CATALOGUE
+from stability_probe.transfer import HostCopy
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Scalar = float | Tensor
+
+KEPT_RECORDS = 1000  # in memory, where there is no run directory
+_LOG = logging.getLogger("stability_probe")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A step whose numbers are still on their way to the host."""
+
+    scalars: StepScalars  # without the numbers below
+    numbers: dict[str, HostCopy]
+    measurement: Measurement
+
+    @property
+    def ready(self) -> bool:
+        return self.measurement.ready and all(copy.ready for copy in self.numbers.values())
+
+    def record(self) -> StepRecord:
+        numbers = {name: float(copy.numpy()) for name, copy in self.numbers.items()}
+        first_bad = self.measurement.first_bad()
+        observations = self.measurement.observations()
+        scalars = replace(
+            self.scalars,
+            first_bad=first_bad,
+            loss=numbers.get("loss"),
+            grad_norm=numbers.get("grad_norm"),
+            eval_loss=numbers.get("eval_loss"),
+        )
+        return StepRecord(
+            scalars,
+            observations,
+            self.measurement.level if observations else Level.SENTINEL,
+        )
+
+
+class Probe:
+    """Watches one model while it trains. Made by `watch`; ends with `close`, or as a context."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        logdir: str | Path | None = None,
+        *,
+        plan: Plan | None = None,
+        rules: Sequence[Rule] | None = None,
+        sinks: Iterable[Sink] = (),
+        on_alert: Callable[[Alert], object] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        strict: bool = False,
+        allow_eval: bool = False,
+    ) -> None:
+        self.logdir = None if logdir is None else Path(logdir)
+        self._plan = plan or Plan()
+        self._monitor = Monitor(rules)
+        self._on_alert, self._optimizer, self._strict = on_alert, optimizer, strict
+        self._meter = Meter()
+        self._attachment = attach(model, self._meter, strict=strict, allow_eval=allow_eval)
+        try:
+            self._sinks = GuardedSinks([*self._own_sinks(), *sinks], strict=strict)
+        except BaseException:
+            self._attachment.close()
+            raise
+        self._lookout = Lookout(self._attachment)
+        self._on_cpu = not any(p.device.type == "cuda" for p in model.parameters())
+        self._alerts: list[Alert] = []
+        self._kept: deque[StepRecord] = deque(maxlen=KEPT_RECORDS)
+        self._waiting: deque[_Waiting] = deque()
+        self._step = 0  # the last step that was ended
+        self._phase, self._phase_start = "", 1
+        self._escalate = False
+        self._announced: tuple[LayerInfo, ...] = ()
+        self._closed = False
+
+    # The loop's side
+
+    def step(
+        self,
+        loss: Scalar | None = None,
+        *,
+        grad_norm: Scalar | None = None,
+        eval_loss: Scalar | None = None,
+        step: int | None = None,
+        skipped: bool = False,
+    ) -> None:
+        """Ends an optimizer step: call it once after each `optimizer.step()`.
+
+        Args:
+            loss: the step's training loss, in nats where rules are to judge it; a float or a
+                tensor of one element, on any device. Optional, and so is all that follows.
+            grad_norm: the norm of the gradients before clipping.
+            eval_loss: the loss on a fixed evaluation batch, at the steps that have one; the
+                rules prefer it to the training loss.
+            step: the number of this step, where the loop counts itself; else one more than the
+                last, the first being 1.
+            skipped: the optimizer did not update (GradScaler found an overflow).
+
+        Raises:
+            ProbeClosedError: after `close`. Nothing else: a fault becomes an alert.
+        """
+        if self._closed:
+            raise ProbeClosedError(
+                "got a step for a probe that is closed; expected one that watches. Call "
+                "stability_probe.watch(model, ...) again, or move the call inside the `with`."
+            )
+        try:
+            now = self._step + 1 if step is None else int(step)
+            scalars = {"loss": loss, "grad_norm": grad_norm, "eval_loss": eval_loss}
+            self._end_step(now, {k: v for k, v in scalars.items() if v is not None}, skipped)
+        except Exception as error:
+            self._fault("ending the step", error)
+
+    def mark(self, phase: str) -> None:
+        """Begins a phase with the next step: baselines start again, and measuring is dense.
+
+        Args:
+            phase: what changed, in a few words: "data mix B", "longer context".
+        """
+        self._phase, self._phase_start = phase, self._step + 1
+        self._meter.level = self._level(self._step + 1)
+
+    def nonfinite_flag(self) -> Tensor:
+        """Device bool, 0-dim: whether a value in this step's forwards so far is not finite.
+
+        Look at it before `optimizer.step()`; reading it is what waits for the device. Rows
+        without any visible key count too.
+        """
+        flag = self._meter.nonfinite_flag()
+        return torch.zeros((), dtype=torch.bool) if flag is None else flag
+
+    def latest(self, statistic: str) -> dict[str, Tensor]:
+        """{layer: device tensor [heads]} of the last measured step.
+
+        Raises:
+            KeyError: the statistic is unknown, or was not measured at that step.
+        """
+        if statistic not in self._meter.latest:
+            have = ", ".join(self._meter.latest) or "none yet: no measured step has ended"
+            raise KeyError(
+                f"got statistic {statistic!r}; expected one of the last measured step: {have}. "
+                "Statistics outside the default set are measured at fewer steps; see Plan."
+            )
+        return dict(self._meter.latest[statistic])
+
+    # The reader's side
+
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """Every alert so far, oldest first."""
+        return tuple(self._alerts)
+
+    @property
+    def coverage(self) -> tuple[SiteReport, ...]:
+        """What is seen of the model, site by site, and what is not and why."""
+        return self._attachment.report()
+
+    def frame(self) -> pd.DataFrame:
+        """The statistics, long: step, layer, head, one column a statistic.
+
+        From the run directory where there is one, else of the last 1000 steps.
+        """
+        from stability_probe.runlog.frame import observations_frame
+        from stability_probe.runlog.read import load
+
+        if self.logdir is not None:
+            return load(self.logdir).frame()
+        return observations_frame(self._kept)
+
+    # The end
+
+    def close(self) -> None:
+        """Removes every hook, writes what waits, closes the sinks. Again is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        self._attachment.close()
+        try:
+            self._flush(wait=True)
+        except Exception as error:
+            self._fault("writing the last steps", error)
+        self._sinks.close()
+        self._sink_failures()
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Inside
+
+    def _own_sinks(self) -> list[Sink]:
+        console: list[Sink] = [ConsoleSink()]
+        if self.logdir is None:
+            return console
+        return [RunWriter(self.logdir, self._header()), TensorBoardSink(self.logdir), *console]
+
+    def _end_step(self, now: int, numbers: dict[str, Scalar], skipped: bool) -> None:
+        self._attachment.heal()
+        measurement = self._meter.drain(now, read_sentinel=self._on_cpu or _is_trouble(numbers))
+        scalars = StepScalars(
+            step=now,
+            learning_rate=self._learning_rate(),
+            skipped=skipped,
+            phase=self._phase,
+            wall_time=time.time(),
+        )
+        copies = {name: _copied(name, value) for name, value in numbers.items()}
+        self._waiting.append(_Waiting(scalars, copies, measurement))
+        self._step, self._escalate = now, False
+        self._flush(wait=False)
+        for alert in self._lookout.after_step(now):
+            self._raise(alert)
+        self._announce()
+        self._attachment.step = now + 1
+        self._meter.level = self._level(now + 1)
+
+    def _level(self, step: int) -> Level:
+        """What is measured at the next step: all of it right after an alert."""
+        level = self._plan.level(step, phase_start=self._phase_start)
+        return Level.FULL if self._escalate else level
+
+    def _flush(self, *, wait: bool) -> None:
+        """Passes on the steps whose numbers have arrived; at most one measured step waits."""
+        measured = sum(1 for w in self._waiting if w.measurement.parts)
+        while self._waiting and (wait or measured > 1 or self._waiting[0].ready):
+            waiting = self._waiting.popleft()
+            measured -= bool(waiting.measurement.parts)
+            self._take(waiting.record())
+
+    def _take(self, record: StepRecord) -> None:
+        self._sinks.emit(record)
+        if self.logdir is None:
+            self._kept.append(record)
+        for alert in self._monitor.observe(record):
+            self._raise(alert)
+        self._sink_failures()
+
+    def _raise(self, alert: Alert) -> None:
+        self._alerts.append(alert)
+        self._sinks.emit(alert)
+        if alert.state is State.FIRING and alert.severity is not Severity.INFO:
+            self._escalate = True
+        if self._on_alert is not None:
+            try:
+                self._on_alert(alert)
+            except Exception as error:
+                self._on_alert = None
+                self._fault("calling on_alert (it is not called any more)", error)
+
+    def _sink_failures(self) -> None:
+        for name, error in self._sinks.take_failures():
+            self._fault(f"writing to {name} (it is tried again at each step)", error)
+
+    def _fault(self, doing: str, error: Exception) -> None:
+        """Fails open: a fault of the probe is an alert, and training goes on."""
+        if self._strict:
+            raise error
+        self._raise(
+            Alert(
+                step=self._step,
+                rule="probe_fault",
+                severity=Severity.WARNING,
+                message=f"The probe failed while {doing}: {type(error).__name__}: {error}. "
+                "Training is not touched.",
+                remedies=("Please report it if it is not the disk or your own callback.",),
+                origin=Origin.OPERATIONAL,
+            )
+        )
+
+    def _announce(self) -> None:
+        """Tells the sinks which layers there are, whenever that has changed."""
+        layers = self._layers()
+        if self._attachment.discovering or layers == self._announced:
+            return
+        self._announced = layers
+        self._sinks.emit(self._header(layers))
+        _LOG.info("coverage:\n%s", coverage_text(self.coverage))
+
+    def _layers(self) -> tuple[LayerInfo, ...]:
+        sites = self._attachment.sites
+        return tuple(
+            LayerInfo(name, index, site.seen_heads, site.seam, site.kind)
+            for name, index in self._meter.layers.items()
+            if (site := sites.get(name.split("#")[0])) is not None
+        )
+
+    def _header(self, layers: tuple[LayerInfo, ...] = ()) -> RunHeader:
+        return RunHeader(
+            created=time.time(),
+            layers=layers,
+            statistics={
+                s.name: {"unit": s.unit, "pooling": s.pooling, "danger": s.danger}
+                for s in CATALOGUE.values()
+            },
+            versions={
+                "stability-probe": metadata.version("stability-probe"),
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+            plan=str(self._plan),
+        )
+
+    def _learning_rate(self) -> float | None:
+        """The first parameter group's, where it is a number on the host."""
+        if self._optimizer is None:
+            return None
+        rate = self._optimizer.param_groups[0]["lr"]
+        on_device = isinstance(rate, Tensor) and rate.device.type != "cpu"
+        return None if on_device else float(rate)
+
+
+def _is_trouble(numbers: dict[str, Scalar]) -> bool:
+    """Whether a number that is on the host already is not finite."""
+    return any(
+        x - x != 0
+        for x in numbers.values()
+        if not isinstance(x, Tensor) or (x.device.type == "cpu" and x.numel() == 1)
+    )
+
+
+def _copied(name: str, value: Scalar) -> HostCopy:
+    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+    if tensor.numel() != 1:
+        raise ValueError(
+            f"got {name} of shape {tuple(tensor.shape)}; expected one number. "
+            f"Reduce it first, as in {name}.mean()."
+        )
+    return HostCopy(tensor.detach().reshape(()))
+
+
+def watch(
+    model: nn.Module,
+    logdir: str | Path | None = None,
+    *,
+    plan: Plan | None = None,
+    rules: Sequence[Rule] | None = None,
+    sinks: Iterable[Sink] = (),
+    on_alert: Callable[[Alert], object] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    strict: bool = False,
+    allow_eval: bool = False,
+) -> Probe:
+    """Starts to watch the attention layers of a model that trains.
+
+    Losses, gradients, weights and random state stay bit-identical; evaluation is not touched.
+
+    Args:
+        model: the model, in train mode; before or after a wrapper such as DDP.
+        logdir: where the run directory and the TensorBoard files go. None keeps the last 1000
+            records in memory and writes nothing.
+        plan: what is measured at which step; by default every step for 200 steps of a phase,
+            then every 10.
+        rules: what alerts are raised by; by default the stock rules.
+        sinks: further takers of records and alerts, beside TensorBoard and the console.
+        on_alert: called with every alert.
+        optimizer: its learning rate is recorded with each step.
+        strict: faults of the probe raise instead of becoming alerts; for tests.
+        allow_eval: accept attention that is all in eval mode (LoRA and DPO loops train so).
+
+    Raises:
+        NoAttentionError, EvalModeError, AlreadyWatchedError: the model cannot be watched.
+        LogDirectoryError: the directory cannot be made or written.
+    """
+    return Probe(
+        model,
+        logdir,
+        plan=plan,
+        rules=rules,
+        sinks=sinks,
+        on_alert=on_alert,
+        optimizer=optimizer,
+        strict=strict,
+        allow_eval=allow_eval,
+    )

@@ -1,0 +1,182 @@
+"""The row pass over any call: masks, bias, soft-cap, given scores, and every row number.
+
+Whatever is hidden or not finite becomes -inf in its tile, entry by entry, before the row is read.
+
+Shape suffixes: B batch, G key heads, R query heads per key head, Q query positions, K keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stability_probe.records import AttentionCall
+from stability_probe.stats.masks import MaskTile, guess_masked, hide, mask_tile, split_masks
+from stability_probe.stats.precision import FLOAT16_MAX
+from stability_probe.stats.rowsums import INF, Rows, buffers, finish_rows, sum_rows
+from stability_probe.stats.tiles import Products, Sizes, Tile, per_pair
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """What the tiles of one call share."""
+
+    call: AttentionCall
+    products: Products | None
+    masks: tuple[Tensor, ...]
+    given: Tensor | None  # the scores, masks already in them
+    dtype: torch.dtype  # in which the run forms its scores
+    causal: bool
+
+    @property
+    def raw_is_score(self) -> bool:
+        """Whether softmax received scale x q.k itself, apart from keys dropped."""
+        bias = any(mask.dtype != torch.bool for mask in self.masks)
+        return self.given is None and self.call.softcap is None and not bias
+
+
+def general_pass(
+    call: AttentionCall,
+    products: Products | None,
+    sizes: Sizes,
+    rows: Rows,
+    *,
+    dtype: torch.dtype,
+    full: bool,
+) -> None:
+    """Fill the row numbers."""
+    scores = call.scores_BHQK
+    given = None if scores is None else per_pair(scores.detach(), sizes)
+    masks = split_masks(call.masks, sizes)
+    work = _Work(call, products, masks, given, dtype, call.causal and given is None)
+    device = rows["largest"].device
+    for tile, (S, scratch, *more) in buffers(
+        sizes, device, causal=work.causal, count=2 if given is None or products is None else 3
+    ):
+        out = {name: tile.of_rows(x) for name, x in rows.items()}
+        mask = mask_tile(masks, tile, causal=work.causal, device=device)
+        if given is None:
+            _form_scores(work, tile, mask, S, scratch, out)
+        else:
+            S.copy_(tile.of_pairs(given))
+            hidden = _read_scores(mask, S, scratch, out)
+            if products is not None:
+                products.fill(tile, more[0])
+                _raw_numbers(products, tile, more[0], scratch, hidden, out)
+        torch.amax(S, -1, out=out["largest"])
+        if full:
+            _score_numbers(dtype, S, scratch, out)
+        _shift(S, scratch, out)
+        sum_rows(S, scratch, out)
+    finish_rows(rows)
+    rows["smallest"].copy_(torch.where(rows["largest"] == -INF, INF, rows["smallest"]))
+    if work.raw_is_score:
+        for name in ("largest", "smallest"):
+            rows["raw_" + name].copy_(rows[name])
+
+
+def _form_scores(
+    work: _Work, tile: Tile, mask: MaskTile, S: Tensor, scratch: Tensor, out: Rows
+) -> None:
+    """S = softcap(scale q.k) + bias, but -inf where hidden or not finite."""
+    products, softcap = work.products, work.call.softcap
+    assert products is not None
+    products.fill(tile, S)
+    hidden = None if mask.visible is None else hide(mask.visible)
+    if not work.raw_is_score or "unscaled" in out:
+        _raw_numbers(products, tile, S, scratch, hidden, out)
+    if softcap is not None:
+        S.div_(softcap).tanh_().mul_(softcap)
+    if mask.bias is not None:
+        S.add_(mask.bias)
+    # -inf under an additive mask is the mask at work; NaN and +inf are faults it cannot hide
+    checked = S
+    if mask.unbiased is not None:
+        checked = torch.maximum(S, hide(1 - mask.unbiased), out=scratch)
+    torch.sub(checked, checked, out=scratch).ne_(0)
+    if mask.kept is not None:
+        scratch.mul_(mask.kept)
+    torch.sum(scratch, -1, out=out["trouble"])
+    S.nan_to_num_(nan=-INF, posinf=-INF, neginf=-INF)
+    if "leak" in out and mask.unbiased is not None:
+        _leak(S, scratch, mask.unbiased, mask.kept, out)
+    if mask.visible is None or hidden is None:
+        out["visible"].fill_(float(tile.keys))
+        return
+    S.add_(hidden)
+    seen = mask.visible.expand(*mask.visible.shape[:-1], tile.keys).sum(-1)
+    out["visible"].copy_(seen)
+
+
+def _read_scores(mask: MaskTile, S: Tensor, scratch: Tensor, out: Rows) -> Tensor:
+    """Put -inf into given scores where hidden or not finite; returns what hides an entry."""
+    torch.clamp_min(S, 0.0, out=scratch)
+    scratch.sub_(scratch).ne_(0)
+    torch.sum(scratch, -1, out=out["trouble"])  # NaN and +inf, wherever softmax got them
+    visible = torch.ne(S, -INF).to(torch.float32)
+    S.nan_to_num_(nan=-INF, posinf=-INF, neginf=-INF)
+    unbiased = mask.unbiased
+    if mask.visible is not None:
+        visible.mul_(mask.visible)
+    else:
+        unbiased = 1 - guess_masked(S, S.amax(-1, keepdim=True))
+        visible.mul_(unbiased)
+    if "leak" in out and unbiased is not None:
+        _leak(S, scratch, unbiased, mask.kept, out)
+    hidden = hide(visible)
+    S.add_(hidden)
+    torch.gt(S, -INF, out=scratch)
+    torch.sum(scratch, -1, out=out["visible"])
+    out["visible"].add_(out["trouble"])
+    return hidden
+
+
+def _raw_numbers(
+    products: Products, tile: Tile, raw: Tensor, scratch: Tensor, hidden: Tensor | None, out: Rows
+) -> None:
+    """Extrema of scale x q.k over visible, finite entries, and those beyond float16."""
+    nothing = raw.new_zeros(()) if hidden is None else hidden
+    torch.nan_to_num(raw, nan=-INF, posinf=-INF, neginf=-INF, out=scratch).add_(nothing)
+    torch.amax(scratch, -1, out=out["raw_largest"])
+    torch.nan_to_num(raw, nan=INF, posinf=INF, neginf=INF, out=scratch).sub_(nothing)
+    torch.amin(scratch, -1, out=out["raw_smallest"])
+    if "unscaled" in out:
+        limit = FLOAT16_MAX * tile.of_pairs(products.scale).abs()
+        torch.abs(raw, out=scratch).add_(nothing)
+        scratch.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).gt_(limit)
+        torch.sum(scratch, -1, out=out["unscaled"])
+
+
+def _leak(S: Tensor, scratch: Tensor, unbiased: Tensor, kept: Tensor | None, out: Rows) -> None:
+    """The largest weight that the run's softmax gives to a key under a finite additive mask."""
+    masked = 1 - unbiased
+    everything = S
+    if kept is not None:
+        masked = masked * kept
+        everything = S + hide(kept)
+    total = torch.logsumexp(everything, -1)
+    torch.add(S, hide(masked), out=scratch)
+    out["leak"].copy_((scratch.amax(-1) - total).exp_())
+
+
+def _score_numbers(dtype: torch.dtype, S: Tensor, scratch: Tensor, out: Rows) -> None:
+    """What only the full set asks of S, -inf where hidden."""
+    torch.nan_to_num(S, neginf=0.0, out=scratch).abs_().gt_(FLOAT16_MAX)
+    torch.sum(scratch, -1, out=out["scaled"])
+    scratch.copy_(S.to(dtype)).eq_(out["largest"].to(dtype).to(torch.float32).unsqueeze(-1))
+    torch.sum(scratch, -1, out=out["ties"])
+    out["first"].copy_((S[..., 0] - out["largest"]).exp_())
+
+
+def _shift(S: Tensor, scratch: Tensor, out: Rows) -> None:
+    """S - largest, and 0 where hidden; its standard deviation if asked for."""
+    S.sub_(torch.nan_to_num(out["largest"], neginf=0.0).unsqueeze(-1))
+    if "deviation" in out:
+        count = out["visible"].clamp_min(1.0)
+        mean = torch.nan_to_num(S, neginf=0.0, out=scratch).sum(-1) / count
+        torch.sub(S, mean.unsqueeze(-1), out=scratch).nan_to_num_(neginf=0.0)
+        torch.linalg.vector_norm(scratch, dim=-1, out=out["deviation"])
+        out["deviation"].div_(count.sqrt_())
+    S.nan_to_num_(neginf=0.0)

@@ -1,0 +1,89 @@
+"""The row pass over q and k where nothing but the causal edge hides a key: the fastest one.
+
+Only here are scores never searched for values that are not finite. A bad query spoils its own row
+and nothing else, and a bad key is replaced by a copy of one that its rows see anyway.
+
+Shape suffixes: B batch, G key heads, R query heads per key head, Q query positions, K keys,
+D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stability_probe.stats.masks import causal_tile, hide
+from stability_probe.stats.rowsums import INF, Rows, buffers, finish_rows, sum_rows
+from stability_probe.stats.tiles import Products, Sizes
+
+
+def plain_pass(products: Products, sizes: Sizes, rows: Rows, *, causal: bool) -> None:
+    """Fill the default row numbers."""
+    good_BGK, products = _repair_keys(products)
+    device = products.k_BGKD.device
+    for tile, (S, scratch) in buffers(sizes, device, causal=causal, count=2):
+        out = {name: tile.of_rows(x) for name, x in rows.items()}
+        products.fill(tile, S)
+        edge = slice(tile.query.start if causal else tile.keys, tile.keys)
+        corner = S[..., edge]
+        if corner.numel():
+            visible = causal_tile(tile, device)[..., edge]
+            corner.add_(hide(visible))
+        torch.amax(S, -1, out=out["largest"])
+        S.sub_(out["largest"].unsqueeze(-1))
+        if corner.numel():
+            torch.maximum(corner, hide(1 - visible), out=corner)
+        sum_rows(S, scratch, out)
+    _count_visible(rows, sizes, causal=causal)
+    finish_rows(rows)
+    _count_trouble(rows, good_BGK, products.q_BGRQD, causal=causal)
+    for name in ("largest", "smallest"):
+        rows["raw_" + name].copy_(rows[name])
+
+
+def _repair_keys(products: Products) -> tuple[Tensor, Products]:
+    """Replace each key that is not finite by the nearest finite one before it.
+
+    Every row that sees the bad key sees that one too, so the copy moves no maximum and no
+    minimum. Leading bad keys become the first good one; rows that see nothing but those are known
+    by their count.
+    """
+    B, G, K, D = products.k_BGKD.shape
+    k = products.k_BGKD
+    good_BGK = (k - k).sum(-1) == 0
+    index = torch.arange(K, device=k.device).expand(B, G, K)
+    before = torch.where(good_BGK, index, -1).cummax(-1).values
+    first = good_BGK.to(torch.int32).argmax(-1, keepdim=True)
+    source = torch.where(before < 0, first, before)
+    heads = torch.arange(B * G, device=k.device).view(B, G, 1) * K
+    repaired = k.reshape(-1, D).index_select(0, (source + heads).flatten())
+    return good_BGK, Products(products.q_BGRQD, repaired.view(B, G, K, D), products.scale)
+
+
+def _count_visible(rows: Rows, sizes: Sizes, *, causal: bool) -> None:
+    if not causal:
+        rows["visible"].fill_(float(sizes.K))
+        return
+    seen_Q = torch.arange(1, sizes.Q + 1, device=rows["visible"].device, dtype=torch.float32)
+    rows["visible"].copy_(seen_Q.clamp_max_(float(sizes.K)))
+
+
+def _count_trouble(rows: Rows, good_BGK: Tensor, q_BGRQD: Tensor, *, causal: bool) -> None:
+    """Fill `trouble` from bad keys and queries, and take what they spoilt from the extrema."""
+    bad_BGRQ = (q_BGRQD - q_BGRQD).sum(-1, dtype=torch.float32) != 0  # true for NaN
+    bad_keys_BGK = (~good_BGK).to(torch.int32)
+    if causal:
+        Q, K = q_BGRQD.shape[3], good_BGK.shape[-1]
+        last_Q = torch.arange(Q, device=good_BGK.device).clamp_max_(K - 1)
+        lost = bad_keys_BGK.cumsum(-1).index_select(-1, last_Q).unsqueeze(2)
+    else:
+        lost = bad_keys_BGK.sum(-1)[:, :, None, None]
+    trouble = torch.where(bad_BGRQ, rows["visible"], lost.to(torch.float32))
+    alive = trouble < rows["visible"]
+    # q and k are finite and their product is not: counted where it shows, at the row's extrema
+    overflow = (~torch.isfinite(rows["largest"])).to(torch.float32)
+    overflow += ~torch.isfinite(rows["smallest"])
+    rows["trouble"].copy_(trouble + alive * overflow)
+    for name, absent in (("largest", -INF), ("smallest", INF)):
+        usable = alive & torch.isfinite(rows[name])
+        rows[name].copy_(torch.where(usable, rows[name], absent))

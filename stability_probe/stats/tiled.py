@@ -1,0 +1,43 @@
+"""The row pass in PyTorch: a few float32 numbers per row, from tiles that stay in cache.
+
+No T x T tensor is kept: memory is O(batch x heads x T) and a few tiles. Nothing waits for the
+device: shapes and flags alone decide what runs.
+"""
+
+from __future__ import annotations
+
+from stability_probe.records import AttentionCall
+from stability_probe.stats.general import general_pass
+from stability_probe.stats.plain import plain_pass
+from stability_probe.stats.rowsums import Rows, empty_rows
+from stability_probe.stats.tiles import products_of, sizes_of
+
+
+def row_pass(call: AttentionCall, *, full: bool) -> Rows:
+    """The row numbers of one call. Call it inside `precision.full_float32`.
+
+    Args:
+        call: the attention call.
+        full: all of `rowsums.FULL_ROWS`, else `rowsums.DEFAULT_ROWS`.
+
+    Returns:
+        Name -> float32 [B, G, R, Q]. In a row with `trouble`, or without a visible key, only the
+        extrema, `visible` and `trouble` mean anything.
+
+    Raises:
+        ValueError: the call has neither q and k nor scores.
+    """
+    sizes = sizes_of(call)
+    given = call.q_BHQD if call.scores_BHQK is None else call.scores_BHQK
+    assert given is not None  # sizes_of has looked
+    rows = empty_rows(sizes, given.device, full=full)
+    if sizes.empty:
+        return rows
+    products = products_of(call, sizes)
+    masked = bool(call.masks) or call.softcap is not None or call.scores_BHQK is not None
+    if products is None or masked or full:
+        dtype = call.dtype or given.dtype
+        general_pass(call, products, sizes, rows, dtype=dtype, full=full)
+    else:
+        plain_pass(products, sizes, rows, causal=call.causal)
+    return rows

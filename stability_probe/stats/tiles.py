@@ -1,0 +1,153 @@
+"""How one attention call is cut into tiles, and the products that fill a tile.
+
+Shape suffixes: B batch, G key heads, R query heads per key head (H = G R), Q query positions,
+K key positions, D head width; N = batch x key heads within a tile, q and k the tile's share of Q
+and K. The R query heads of a key head are folded into the rows of its product, so that grouped
+keys are never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stability_probe.records import AttentionCall
+
+_CPU_TILE = 2**18  # scores: 1 MB of float32, which stays in a core's cache
+_DEVICE_TILE = 2**24  # elsewhere each launch costs more than the memory: 64 MB
+_CAUSAL_ROWS = 64  # more rows waste more of the square on the diagonal
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of one attention call."""
+
+    B: int
+    G: int
+    R: int
+    Q: int
+    K: int
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.G * self.R
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no score at all."""
+        return 0 in (self.B, self.G, self.R, self.Q, self.K)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Some heads, a block of their queries, and every key that the block can see."""
+
+    batch: slice
+    group: slice
+    query: slice
+    shape: tuple[int, int, int, int, int]  # B, G, R, Q, K of the tile
+
+    @property
+    def keys(self) -> int:
+        """Number of keys: all, or those before the block's causal edge."""
+        return self.shape[-1]
+
+    def of_rows(self, rows_BGRQ: Tensor) -> Tensor:
+        """The tile's part of a tensor with one value per row."""
+        return rows_BGRQ[self.batch, self.group, :, self.query]
+
+    def of_pairs(self, pairs_BGRQK: Tensor) -> Tensor:
+        """The tile's part of a tensor over pairs whose axes may also be of size 1."""
+        cuts = (self.batch, self.group, slice(None), self.query, slice(self.keys))
+        whole = slice(None)
+        return pairs_BGRQK[
+            tuple(whole if n == 1 else cut for n, cut in zip(pairs_BGRQK.shape, cuts, strict=True))
+        ]
+
+
+def sizes_of(call: AttentionCall) -> Sizes:
+    """The sizes of a call, from its scores where it has no q and k."""
+    if call.q_BHQD is not None and call.k_BGKD is not None:
+        B, H, Q, _ = call.q_BHQD.shape
+        G, K = call.k_BGKD.shape[1:3]
+        return Sizes(B, G, H // G, Q, K)
+    if call.scores_BHQK is None:
+        raise ValueError(f"an attention call of {call.layer!r} has neither q and k nor scores")
+    B, H, Q, K = call.scores_BHQK.shape
+    return Sizes(B, H, 1, Q, K)
+
+
+def cut(sizes: Sizes, *, causal: bool, device_type: str) -> Iterator[Tile]:
+    """Tiles that together hold every row once, each small enough to stay in cache."""
+    B, G, R, Q, K = sizes.B, sizes.G, sizes.R, sizes.Q, sizes.K
+    budget = _CPU_TILE if device_type == "cpu" else _DEVICE_TILE
+    most = max(16, budget // (R * K))
+    rows = min(Q, most, max(_CAUSAL_ROWS // R, 16) if causal else most)
+    for start in range(0, Q, rows):
+        query = slice(start, min(start + rows, Q))
+        keys = min(query.stop, K) if causal else K
+        for batch, group in _heads(B, G, max(1, budget // (R * rows * keys))):
+            sides = [s.stop - s.start for s in (batch, group, query)]
+            yield Tile(batch, group, query, (sides[0], sides[1], R, sides[2], keys))
+
+
+def _heads(B: int, G: int, many: int) -> Iterator[tuple[slice, slice]]:
+    """Runs of at most `many` heads that are either whole sequences or parts of one."""
+    if many >= G:
+        step = many // G
+        for b in range(0, B, step):
+            yield slice(b, min(b + step, B)), slice(0, G)
+        return
+    for b in range(B):
+        for g in range(0, G, many):
+            yield slice(b, b + 1), slice(g, min(g + many, G))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Products:
+    """The products scale x q.k of one call, in float32."""
+
+    q_BGRQD: Tensor
+    k_BGKD: Tensor  # contiguous float32
+    scale: Tensor  # float32, [B or 1, G or 1, R or 1, 1, 1]
+
+    def fill(self, tile: Tile, out_BGRQK: Tensor) -> None:
+        """Write the tile's products into `out_BGRQK`, which is contiguous."""
+        b, g, r, q, n = tile.shape
+        q_BGRQD = tile.of_rows(self.q_BGRQD).to(torch.float32) * tile.of_pairs(self.scale)
+        k_NDK = self.k_BGKD[tile.batch, tile.group].flatten(0, 1)[:, :n].transpose(1, 2)
+        out = out_BGRQK.view(b * g, r * q, n)
+        torch.bmm(q_BGRQD.reshape(b * g, r * q, -1), k_NDK, out=out)
+
+
+def products_of(call: AttentionCall, sizes: Sizes) -> Products | None:
+    """What fills the tiles of a call; None where q and k are not known."""
+    if call.q_BHQD is None or call.k_BGKD is None:
+        return None
+    return Products(
+        q_BGRQD=split_heads(call.q_BHQD.detach(), sizes),
+        k_BGKD=call.k_BGKD.detach().to(torch.float32).contiguous(),
+        scale=scale_of(call, sizes, call.q_BHQD.device),
+    )
+
+
+def scale_of(call: AttentionCall, sizes: Sizes, device: torch.device) -> Tensor:
+    """The scale of a call as float32 [B or 1, G or 1, R or 1, 1, 1]."""
+    if isinstance(call.scale, Tensor):
+        return per_pair(call.scale.detach().to(device, torch.float32), sizes)
+    return torch.full((1,) * 5, call.scale, dtype=torch.float32, device=device)
+
+
+def per_pair(x: Tensor, sizes: Sizes) -> Tensor:
+    """A tensor that broadcasts to [B, H, Q, K], as [B, G, R, Q, K] with axes of 1 kept at 1."""
+    x_BHQK = x[(None,) * (4 - x.dim())]
+    return x_BHQK.unsqueeze(1) if x_BHQK.shape[1] == 1 else split_heads(x_BHQK, sizes)
+
+
+def split_heads(x_BH: Tensor, sizes: Sizes) -> Tensor:
+    """The same values with the head axis split in two: [B, G, R, ...]."""
+    return x_BH.view(x_BH.shape[0], sizes.G, sizes.R, *x_BH.shape[2:])
