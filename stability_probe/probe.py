@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -153,8 +153,9 @@ class Probe:
             )
         try:
             now = self._step + 1 if step is None else int(step)
-            scalars = {"loss": loss, "grad_norm": grad_norm, "eval_loss": eval_loss}
-            self._end_step(now, {k: v for k, v in scalars.items() if v is not None}, skipped)
+            given = {"loss": loss, "grad_norm": grad_norm, "eval_loss": eval_loss}
+            numbers = {name: x for name, x in given.items() if self._is_number(name, x)}
+            self._end_step(now, numbers, skipped)
         except Exception as error:
             self._fault("ending the step", error)
 
@@ -258,7 +259,7 @@ class Probe:
             phase=self._phase,
             wall_time=time.time(),
         )
-        copies = {name: _copied(name, value) for name, value in numbers.items()}
+        copies = {name: _copied(value) for name, value in numbers.items()}
         self._waiting.append(_Waiting(scalars, copies, measurement))
         self._step, self._escalate = now, False
         self._flush(wait=False)
@@ -267,6 +268,26 @@ class Probe:
         self._announce()
         self._attachment.step = now + 1
         self._meter.level = self._level(now + 1)
+
+    def _is_number(self, name: str, value: object) -> TypeGuard[Scalar]:
+        """Whether a number was given; what is none is told and left out, the step is kept."""
+        if value is None:
+            return False
+        shape = tuple(value.shape) if isinstance(value, Tensor) else None
+        try:
+            if shape is None:
+                float(value)  # type: ignore[arg-type]
+            elif value.numel() != 1:  # type: ignore[attr-defined]
+                raise ValueError(f"its shape is {shape}")
+        except (TypeError, ValueError) as error:
+            got = type(value).__name__ if shape is None else f"a tensor of shape {shape}"
+            self._fault(
+                f"reading {name}: got {got}, expected one number; reduce it first, as in "
+                f"{name}.mean()",
+                error,
+            )
+            return False
+        return True
 
     def _level(self, step: int) -> Level:
         """What is measured at the next step: all of it right after an alert."""
@@ -372,13 +393,8 @@ def _is_trouble(numbers: dict[str, Scalar]) -> bool:
     )
 
 
-def _copied(name: str, value: Scalar) -> HostCopy:
+def _copied(value: Scalar) -> HostCopy:
     tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-    if tensor.numel() != 1:
-        raise ValueError(
-            f"got {name} of shape {tuple(tensor.shape)}; expected one number. "
-            f"Reduce it first, as in {name}.mean()."
-        )
     return HostCopy(tensor.detach().reshape(()))
 
 

@@ -36,87 +36,88 @@ class Evidence:
     input_growth: float | None
 
 
-def collect(history: History, layer: str, *, since: int, factor: float) -> Evidence:
-    """Gather the evidence for a layer between the step `since` and the newest one."""
-    ends = (since, history.step)
+def collect(
+    history: History, layer: str, *, since: int, factor: float, heads: tuple[int, ...] = ()
+) -> Evidence:
+    """Gather the evidence for a layer between the step `since` and the newest one.
+
+    Args:
+        history: the run so far.
+        layer: the layer's name.
+        since: the step to compare with.
+        factor: heads whose largest logit grew by it are the ones looked at; all where none did.
+        heads: the heads to look at instead, where they are known already.
+    """
+    window = _Window(history, layer, (since, history.step))
     statistic = history.statistic(layer) or ""
-    logits = _both_ends(history, layer, statistic, ends)
-    if logits is None:
-        return Evidence((), None, None, {}, None)
-    then_H, now_H = logits
-    with np.errstate(invalid="ignore"):
-        grown_H = now_H >= factor * np.maximum(then_H, 0.0)
-    heads_H = np.flatnonzero(grown_H if grown_H.any() else np.ones(len(now_H), dtype=bool))
-    entropies = _both_ends(history, layer, "entropy_ratio", ends)
+    heads = heads or _grown_heads(window.ends(statistic), factor)
+    inputs = window.growth({"input": "input_rms"}, heads=())
     return Evidence(
-        heads=tuple(int(h) for h in heads_H),
-        logit=_medians(logits, heads_H),
-        entropy_ratio=_medians(entropies, heads_H),
-        factors=_factors(history, layer, statistic, ends, heads_H),
-        input_growth=_input_growth(history, layer, ends),
+        heads=heads,
+        logit=_medians(window.ends(statistic, heads=heads)),
+        entropy_ratio=_medians(window.ends("entropy_ratio", heads=heads)),
+        factors=_factors(window, statistic, heads),
+        input_growth=inputs.get("input"),
     )
 
 
-def _both_ends(
-    history: History, layer: str, statistic: str, ends: tuple[int, int], *, smooth: bool = True
-) -> tuple[Float64, Float64] | None:
-    """A statistic per head at both ends; None where either is missing."""
-    then_H, now_H = (history.heads(layer, statistic, step=end, smooth=smooth) for end in ends)
-    return (then_H, now_H) if 0 < len(then_H) == len(now_H) else None
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """One layer between two steps."""
+
+    history: History
+    layer: str
+    steps: tuple[int, int]
+
+    def ends(
+        self, statistic: str, *, heads: tuple[int, ...] = (), smooth: bool = True
+    ) -> tuple[Float64, Float64] | None:
+        """A statistic of some heads (none given: all) at both ends; None where one is missing."""
+        then_H, now_H = (
+            self.history.heads(self.layer, statistic, step=step, smooth=smooth)
+            for step in self.steps
+        )
+        if not 0 < len(then_H) == len(now_H) or max(heads, default=0) >= len(now_H):
+            return None
+        chosen = list(heads or range(len(now_H)))
+        return then_H[chosen], now_H[chosen]
+
+    def growth(
+        self, statistics: dict[str, str], *, heads: tuple[int, ...], smooth: bool = True
+    ) -> dict[str, float]:
+        """Growth of each factor over the window."""
+        pairs = {n: self.ends(n, heads=heads, smooth=smooth) for n in statistics.values()}
+        then, now = ({n: pair[end] for n, pair in pairs.items() if pair} for end in (0, 1))
+        return growth_factors(then, now, statistics=statistics)
 
 
-def _medians(
-    pair: tuple[Float64, Float64] | None, heads_H: npt.NDArray[np.intp]
-) -> tuple[float, float] | None:
-    if pair is None or len(pair[0]) <= heads_H.max(initial=0):
+def _grown_heads(logits: tuple[Float64, Float64] | None, factor: float) -> tuple[int, ...]:
+    """Heads that grew by the factor; all where none did."""
+    if logits is None:
+        return ()
+    then_H, now_H = logits
+    grown_H = now_H >= factor * np.maximum(then_H, 0.0)
+    return tuple(np.flatnonzero(grown_H).tolist()) or tuple(range(len(now_H)))
+
+
+def _medians(pair: tuple[Float64, Float64] | None) -> tuple[float, float] | None:
+    """The median over heads at both ends; None where one is absent."""
+    if pair is None:
         return None
-    then, now = (float(row_medians(values_H[None, heads_H])[0]) for values_H in pair)
+    then, now = (float(row_medians(values_H[None])[0]) for values_H in pair)
     return (then, now) if np.isfinite([then, now]).all() else None
 
 
-def _factors(
-    history: History,
-    layer: str,
-    statistic: str,
-    ends: tuple[int, int],
-    heads_H: npt.NDArray[np.intp],
-) -> dict[str, float]:
+def _factors(window: _Window, statistic: str, heads: tuple[int, ...]) -> dict[str, float]:
     """The split at the largest pair where that was recorded, else by the largest norms.
 
     The peak's factors belong to one pair of one sample, so they are not smoothed.
     """
-    peak = _split(history, layer, PEAK_FACTORS, ends, heads_H, smooth=False)
+    peak = window.growth(PEAK_FACTORS, heads=heads, smooth=False)
     if peak:
         return peak
-    norms = _split(history, layer, {"logit": statistic, **NORM_FACTORS}, ends, heads_H, smooth=True)
+    norms = window.growth({"logit": statistic, **NORM_FACTORS}, heads=heads)
     if not norms:
         return {}
     logit = norms.pop("logit")
     return {**norms, "the rest": logit / float(np.prod(list(norms.values())))}
-
-
-def _split(
-    history: History,
-    layer: str,
-    statistics: dict[str, str],
-    ends: tuple[int, int],
-    heads_H: npt.NDArray[np.intp],
-    *,
-    smooth: bool,
-) -> dict[str, float]:
-    pairs = {n: _both_ends(history, layer, n, ends, smooth=smooth) for n in statistics.values()}
-    then, now = (
-        {n: p[end][heads_H] for n, p in pairs.items() if p and len(p[end]) > heads_H.max()}
-        for end in (0, 1)
-    )
-    return growth_factors(then, now, statistics=statistics)
-
-
-def _input_growth(history: History, layer: str, ends: tuple[int, int]) -> float | None:
-    pair = _both_ends(history, layer, "input_rms", ends)
-    if pair is None:
-        return None
-    grown = growth_factors(
-        {"input_rms": pair[0]}, {"input_rms": pair[1]}, statistics={"input": "input_rms"}
-    )
-    return grown.get("input")

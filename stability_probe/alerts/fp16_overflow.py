@@ -73,8 +73,9 @@ class Fp16Overflow:
     def explain(self, history: History, finding: Finding) -> Alert:
         """Say how near the end is, whether it is real, and what made q.k so large."""
         layer = finding.layer or ""
-        seen = collect(history, layer, since=history.window_start(layer, self.window), factor=1.0)
         heads = self._heads(history, finding)
+        since = history.window_start(layer, self.window)
+        seen = collect(history, layer, since=since, factor=1.0, heads=heads)
         times = 2.0 ** -(finding.value or 0.0)
         where = f"the largest q.k of {layer} ({named_heads(heads)}; {entropy_change(seen)})"
         if finding.severity is Severity.INFO:

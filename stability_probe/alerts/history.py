@@ -144,7 +144,7 @@ class History:
             if frame.step <= step - SMOOTHING and (rows or not smooth):
                 break
             seen = frame.layers.get(layer)
-            if seen is None or statistic not in seen.values or not (kind and kind.covers(seen)):
+            if seen is None or statistic not in seen.values or (kind and not kind.covers(seen)):
                 continue
             row_H = seen.values[statistic].astype(np.float64)
             if rows and len(row_H) != len(rows[0]):

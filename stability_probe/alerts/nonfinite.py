@@ -99,7 +99,7 @@ class NonFinite:
         what = " and ".join(bad.tensors) or "attention"
         count = "" if bad.count is None else f"{bad.count:.0f} "
         since = history.window_start(bad.layer, self.window)
-        seen = collect(history, bad.layer, since=since, factor=1.0)
+        seen = collect(history, bad.layer, since=since, factor=1.0, heads=bad.heads)
         message = (
             f"{bad.layer} holds {count}values that are not finite in its {what} "
             f"({named_heads(bad.heads)}; {entropy_change(seen)}), first at step {bad.step}"

@@ -70,12 +70,12 @@ class Ledger:
     def __init__(self) -> None:
         self._records: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def get(self, tensor: object) -> Record | None:
-        """The record of a tensor, if it has one."""
+    def get(self, tensor: object, *, writes: int = 0) -> Record | None:
+        """The record of a tensor, if it has one; `writes` to it in place are accounted for."""
         if not self._records or not isinstance(tensor, Tensor):
             return None
         record, version = self._records.get(tensor, (None, 0))  # type: ignore[no-untyped-call]
-        if isinstance(record, Scores) and tensor._version != version:
+        if isinstance(record, Scores) and tensor._version != version + writes:
             return replace(record, exact=False)  # written to in place, by who knows what
         found: Record | None = record
         return found
@@ -168,7 +168,12 @@ def follow(
 ) -> Record | None:
     """The record of `out`, an operation's result, from the records of its operands."""
     found = next(
-        ((i, record) for i, a in enumerate(args) if (record := ledger.get(a)) is not None), None
+        (
+            (i, record)
+            for i, a in enumerate(args)
+            if (record := ledger.get(a, writes=int(a is out))) is not None
+        ),
+        None,
     )
     if found is None:
         return None

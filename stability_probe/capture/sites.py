@@ -34,8 +34,8 @@ def canonical_name(name: str) -> str:
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
     """Modules that look like attention: by class name, or because their code calls a kernel.
 
-    Only the innermost ones count (`BertAttention` holds `BertSelfAttention`), and only those
-    with a parameter or submodule of their own. Returns {canonical name: module}.
+    Only the innermost ones count (`BertAttention` holds `BertSelfAttention`). Returns
+    {canonical name: module}.
     """
     looks = {
         name: module for name, module in model.named_modules() if _looks_like_attention(module)
@@ -50,12 +50,12 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
 def _looks_like_attention(module: nn.Module) -> bool:
     if isinstance(module, nn.MultiheadAttention):
         return True
-    if _ATTENTION_NAME.search(type(module).__name__):
-        return (
-            next(module.children(), None) is not None
-            or next(module.parameters(recurse=False), None) is not None
-        )
-    return any(_ATTENTION_CALLS.search(name) for name in _names_used(type(module), depth=0))
+    used = list(_names_used(type(module), depth=0))
+    if any(_ATTENTION_CALLS.search(name) for name in used):
+        return True
+    # channel attention and the like weigh with a sigmoid: the name alone is not enough
+    named = _ATTENTION_NAME.search(type(module).__name__) is not None
+    return named and any(_POSSIBLE.search(name) for name in used)
 
 
 def attention_is_possible(model: nn.Module) -> bool:

@@ -29,5 +29,5 @@ def row_medians(values_NM: Float64) -> Float64:
         rows_N = np.arange(len(values_NM))
         low_N = ordered_NM[rows_N, np.maximum(known_N - 1, 0) // 2]
         high_N = ordered_NM[rows_N, np.minimum(known_N // 2, samples - 1)]
-    medians_N: Float64 = low_N / 2 + high_N / 2
+    medians_N: Float64 = (low_N + high_N) / 2
     return medians_N

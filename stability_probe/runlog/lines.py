@@ -34,7 +34,7 @@ class BatchPlace:
     offset: int  # bytes
     size: int  # bytes
     crc: int  # CRC-32 of these bytes
-    statistics: tuple[str, ...]
+    statistics: tuple[str, ...] | None  # None, when read: no line says so
     missing: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # observation -> lacks
 
 
@@ -103,17 +103,19 @@ _FIRST_BAD = ("layer", "layer_index", "tensor", "step", "explained")
 
 def _decode_step(fields: dict[str, Any]) -> StepLine:
     scalars = StepScalars(
-        js.as_int(fields.get("step")),
-        *(js.as_float(fields.get(name)) for name in _NUMBERS),
+        step=js.as_int(fields.get("step")),
+        loss=js.as_float(fields.get("loss")),
+        grad_norm=js.as_float(fields.get("grad_norm")),
+        eval_loss=js.as_float(fields.get("eval_loss")),
+        learning_rate=js.as_float(fields.get("learning_rate")),
         skipped=js.as_bool(fields.get("skipped", False)),
         phase=js.as_text(fields.get("phase", "")),
         first_bad=tuple(_decode_first_bad(b) for b in js.as_list(fields.get("first_bad", []))),
         wall_time=js.as_float(fields.get("wall_time")) or 0.0,
     )
+    level = Level(js.as_text(fields.get("level")))
     batch = fields.get("batch")
-    return StepLine(
-        scalars, Level(fields.get("level")), None if batch is None else _decode_place(batch)
-    )
+    return StepLine(scalars, level, None if batch is None else _decode_place(batch))
 
 
 def _decode_first_bad(value: Any) -> FirstBad:
@@ -129,10 +131,12 @@ def _decode_first_bad(value: Any) -> FirstBad:
 
 def _decode_place(value: Any) -> BatchPlace:
     fields = js.as_map(value)
-    numbers = (js.as_int(fields.get(name)) for name in ("part", "offset", "size", "crc"))
     missing = js.as_map(fields.get("missing", {}))
     return BatchPlace(
-        *numbers,
+        part=js.as_int(fields.get("part")),
+        offset=js.as_int(fields.get("offset")),
+        size=js.as_int(fields.get("size")),
+        crc=js.as_int(fields.get("crc")),
         statistics=_texts(fields.get("statistics")),
         missing={int(position): _texts(names) for position, names in missing.items()},
     )

@@ -50,31 +50,53 @@ class StoredStep:
         return self.line.scalars.step
 
 
-def open_stream(path: Path, warn: Warn) -> Stream | None:
-    """The stream in a file; None, with a warning, where its head cannot be read."""
+@dataclass(frozen=True, slots=True)
+class Salvaged:
+    """What is left of an observations file."""
+
+    stream: Stream
+    offsets: frozenset[int]  # of the batches that are as their lines say
+    orphans: tuple[StoredStep, ...]  # batches without a line: no scalars
+    unfinished: int | None  # step of a last batch without a line: it may be in the making
+
+
+def salvage(
+    path: Path, places: Sequence[BatchPlace], *, part: int, settled: int, warn: Warn
+) -> Salvaged | None:
+    """Checks a file against its step lines, and finds the batches that have lost theirs.
+
+    Args:
+        path: of the file.
+        places: what the step lines say of it.
+        part: number of the file.
+        settled: bytes that the file had before the lines were read. What came after it has its
+            line by now, or soon.
+        warn: told what cannot be read.
+
+    Returns:
+        None where nothing can be read.
+    """
     try:
         with path.open("rb") as file:
             stream = Stream(path, read_head(file.read(MAX_HEAD)))
+            offsets = frozenset(p.offset for p in places if _is_intact(file, p, stream.head))
+            spans = _gaps(stream.head.size, places, settled)
+            orphans = [s for span in spans for s in _orphans(file, span, stream, part, warn)]
     except UNREADABLE as error:
-        warn(f"{path.name}: the head of the stream cannot be read ({error}); its steps are lost")
+        warn(f"{path.name}: cannot be read ({error})")
         return None
+    damaged = [p.offset for p in places if p.offset not in offsets]
+    if damaged:
+        warn(f"{path.name}: {len(damaged)} damaged batches, the first at byte {damaged[0]}")
     if stream.head.version > SCHEMA_VERSION:
         warn(
             f"{path.name}: written by schema version {stream.head.version}, this is version "
             f"{SCHEMA_VERSION}; what it has in addition is not read"
         )
-    return stream
-
-
-def intact(stream: Stream, places: Sequence[BatchPlace], warn: Warn) -> set[int]:
-    """The offsets of those batches whose bytes are the ones that were written."""
-    with stream.path.open("rb") as file:
-        good = {place.offset for place in places if _is_intact(file, place, stream.head)}
-    lost = len(places) - len(good)
-    if lost:
-        first = next(place.offset for place in places if place.offset not in good)
-        warn(f"{stream.path.name}: {lost} record batches are damaged, the first at byte {first}")
-    return good
+    unfinished = None
+    if orphans and _end(orphans[-1]) >= settled:
+        unfinished = orphans.pop().step
+    return Salvaged(stream, offsets, tuple(orphans), unfinished)
 
 
 def _is_intact(file: BinaryIO, place: BatchPlace, head: StreamHead) -> bool:
@@ -84,54 +106,51 @@ def _is_intact(file: BinaryIO, place: BatchPlace, head: StreamHead) -> bool:
     return zlib.crc32(file.read(place.size)) == place.crc
 
 
-def without_line(
-    stream: Stream, places: Sequence[BatchPlace], *, part: int, settled: int, warn: Warn
-) -> Iterator[tuple[StoredStep, bool]]:
-    """The batches that no step line knows, since that was lost or never written.
+def _gaps(start: int, places: Sequence[BatchPlace], stop: int) -> Iterator[range]:
+    """The bytes between the places."""
+    for place in sorted(places, key=lambda p: p.offset):
+        if start < place.offset <= stop:
+            yield range(start, place.offset)
+        start = max(start, place.offset + place.size)
+    yield range(start, stop)
 
-    Args:
-        stream: where they lie.
-        places: the batches that have a line.
-        part: number of the file.
-        settled: bytes the file had before the lines were read. What came later has its line
-            by now, or soon.
-        warn: told of bytes that are not a record batch.
 
-    Yields:
-        The step, with no scalars, and whether it ends the file: it may be in the making.
-    """
-    position, known = stream.head.size, {p.offset: p.size for p in places if p.size > 0}
-    with stream.path.open("rb") as file:
-        for offset in [*sorted(o for o in known if o < settled), settled]:
-            for at, size, message in _messages(file, position, offset, stream.path.name, warn):
-                try:
-                    batch = read_batch(message, stream.head)
-                except UNREADABLE as error:
-                    warn(f"{stream.path.name}: no record batch at byte {at} ({error})")
-                    continue
-                scalars = StepScalars(step=int(label(batch, "step")[0]))
-                place = BatchPlace(part, at, size, 0, statistics=None)
-                line = StepLine(scalars, level_of(batch), place)
-                yield StoredStep(line, stream), at + size >= settled
-            position = max(position, offset + known.get(offset, 0))
+def _orphans(
+    file: BinaryIO, span: range, stream: Stream, part: int, warn: Warn
+) -> Iterator[StoredStep]:
+    for offset, size, message in _messages(file, span, stream.path.name, warn):
+        try:
+            batch = read_batch(message, stream.head)
+        except UNREADABLE as error:
+            warn(f"{stream.path.name}: no record batch at byte {offset} ({error})")
+            continue
+        scalars = StepScalars(step=int(label(batch, "step")[0]))
+        place = BatchPlace(part, offset, size, 0, statistics=None)
+        yield StoredStep(StepLine(scalars, level_of(batch), place), stream)
 
 
 def _messages(
-    file: BinaryIO, start: int, stop: int, name: str, warn: Warn
+    file: BinaryIO, span: range, name: str, warn: Warn
 ) -> Iterator[tuple[int, int, pa.Message]]:
-    """The Arrow messages between two offsets: offset, size, message."""
-    while start < stop:
+    """The Arrow messages in a part of the file: offset, size, message."""
+    start = span.start
+    while start < span.stop:
         file.seek(start)
-        chunk = file.read(min(stop - start, MAX_CHUNK))
+        chunk = file.read(min(span.stop - start, MAX_CHUNK))
         source, done = pa.BufferReader(chunk), 0
         try:
-            while message := pa.ipc.read_message(source):
+            while True:
+                message = pa.ipc.read_message(source)
                 yield start + done, source.tell() - done, message
                 done = source.tell()
         except UNREADABLE:
-            pass
-        if not done:
-            if chunk != END_OF_STREAM:
-                warn(f"{name}: {stop - start} bytes from byte {start} on cannot be read")
-            return
+            if done == 0:
+                if chunk != END_OF_STREAM:
+                    warn(f"{name}: {span.stop - start} bytes from byte {start} cannot be read")
+                return
         start += done
+
+
+def _end(step: StoredStep) -> int:
+    place = step.line.batch
+    return place.offset + place.size if place else 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
@@ -10,100 +11,128 @@ from pathlib import Path
 
 from stability_probe.records import Alert
 from stability_probe.runlog.lines import StepLine, decode_line
-from stability_probe.runlog.salvage import (
-    StoredStep,
-    Stream,
-    Warn,
-    intact,
-    open_stream,
-    without_line,
-)
+from stability_probe.runlog.salvage import Salvaged, StoredStep, Stream, Warn, salvage
 from stability_probe.runlog.schema import FileName
+from stability_probe.runlog.unpack import UNREADABLE
 
 MAX_LINE = 2**22  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What was found of one rank."""
+    """What one rank wrote.
 
-    steps: tuple[StoredStep, ...]  # in their order, superseded ones left out
-    alerts: tuple[Alert, ...]  # in the order they were raised, superseded ones flagged
-    streams: tuple[Stream, ...]
+    Attributes:
+        steps: in their order, superseded ones left out. Their batches are still on the disk.
+        alerts: in the order they were raised, superseded ones flagged.
+        streams: the observations files, in the order they were begun.
+    """
+
+    steps: tuple[StoredStep, ...] = ()
+    alerts: tuple[Alert, ...] = ()
+    streams: tuple[Stream, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Session:
-    steps: Mapping[int, StoredStep]
-    alerts: Sequence[Alert]
-    streams: Sequence[Stream]
-
-
-def run_files(folder: Path) -> dict[FileName, Path]:
+def run_files(folder: Path) -> list[FileName]:
     """The files of events and observations in a folder, sorted by rank, session and part."""
-    named = ((FileName.parse(path.name), path) for path in folder.iterdir())
-    return dict(sorted((name, path) for name, path in named if name and path.is_file()))
+    names = (FileName.parse(path.name) for path in folder.iterdir() if path.is_file())
+    return sorted(name for name in names if name)
 
 
 def scan(folder: Path, rank: int, warn: Warn) -> Scan:
-    """Reads one rank's files; the record batches themselves stay on the disk."""
-    before = {n: p.stat().st_size for n, p in run_files(folder).items() if n.rank == rank}
-    lines = {n: list(_read_lines(folder / str(n), warn)) for n in before if n.kind == "events"}
-    # Listed again: a line may know of a file that was not there a moment ago.
-    files = [n for n in run_files(folder) if n.rank == rank]
-    sessions = [
-        _read_session(folder, list(names), lines, before, warn)
-        for _, names in groupby(files, key=attrgetter("session"))
-    ]
-    return _merge(sessions)
+    """Reads what one rank wrote.
+
+    Args:
+        folder: with the run's files.
+        rank: whose files.
+        warn: told what cannot be read.
+    """
+    sizes = {n: (folder / str(n)).stat().st_size for n in run_files(folder) if n.rank == rank}
+    lines = {n: list(_read_lines(folder / str(n), warn)) for n in sizes if n.kind == "events"}
+    # Listed again: by now a line may tell of a file that was not there before.
+    names = [name for name in run_files(folder) if name.rank == rank]
+    return _merge(
+        [
+            _read_session(folder, list(session), lines, sizes, warn)
+            for _, session in groupby(names, key=attrgetter("session"))
+        ]
+    )
+
+
+def _merge(sessions: Sequence[Scan]) -> Scan:
+    """Each session supersedes the steps of earlier ones from its own first step on."""
+    limit: float = math.inf
+    steps: list[StoredStep] = []
+    alerts: list[Alert] = []
+    for session in reversed(sessions):
+        steps = [s for s in session.steps if s.step < limit] + steps
+        again = [a if a.step < limit else replace(a, superseded=True) for a in session.alerts]
+        alerts = again + alerts
+        limit = min([limit, *(s.step for s in session.steps[:1])])
+    return Scan(tuple(steps), tuple(alerts), tuple(x for s in sessions for x in s.streams))
+
+
+def _read_session(
+    folder: Path,
+    names: Sequence[FileName],
+    lines_of: Mapping[FileName, Sequence[StepLine | Alert]],
+    sizes: Mapping[FileName, int],
+    warn: Warn,
+) -> Scan:
+    lines = [line for name in names for line in lines_of.get(name, ())]
+    known = [line for line in lines if isinstance(line, StepLine)]
+    files: dict[int, Salvaged] = {}  # by part
+    for name in names:
+        places = [x.batch for x in known if x.batch and x.batch.part == name.part]
+        settled = sizes.get(name, 0)
+        if name.kind == "observations" and (places or settled):
+            path = folder / str(name)
+            file = salvage(path, places, part=name.part, settled=settled, warn=warn)
+            if file:
+                files[name.part] = file
+    steps = _orphans(files, warn) | {line.scalars.step: _stored(line, files) for line in known}
+    lost = sum(1 for x in known if x.batch and steps[x.scalars.step].stream is None)
+    if lost:
+        warn(f"{lost} measured steps of session {names[0].session} have lost their observations")
+    return Scan(
+        tuple(steps[step] for step in sorted(steps)),
+        tuple(line for line in lines if isinstance(line, Alert)),
+        tuple(file.stream for file in files.values()),
+    )
+
+
+def _stored(line: StepLine, files: Mapping[int, Salvaged]) -> StoredStep:
+    file = files.get(line.batch.part) if line.batch else None
+    if file and line.batch and line.batch.offset in file.offsets:
+        return StoredStep(line, file.stream)
+    return StoredStep(replace(line, batch=None))
+
+
+def _orphans(files: Mapping[int, Salvaged], warn: Warn) -> dict[int, StoredStep]:
+    for file in files.values():
+        if file.unfinished is not None:
+            name = file.stream.path.name
+            warn(f"{name}: step {file.unfinished} was not finished, or was being written")
+    orphans = {step.step: step for file in files.values() for step in file.orphans}
+    if orphans:
+        warn(f"{len(orphans)} steps have lost their scalars, the first is {min(orphans)}")
+    return orphans
 
 
 def _read_lines(path: Path, warn: Warn) -> Iterator[StepLine | Alert]:
-    position, bad = 0, 0
-    problem = ""
+    position, bad, problem = 0, 0, ""
     try:
         with path.open("rb") as file:
             for line in iter(lambda: file.readline(MAX_LINE), b""):
                 try:
                     yield decode_line(line.removesuffix(b"\n"))
                 except UNREADABLE as error:
-                    bad += 1
-                    torn = not line.endswith(b"\n")
-                    reason = "it is torn, or was being written" if torn else str(error)
+                    whole = line.endswith(b"\n")
+                    reason = f"{error}" if whole else "it is torn, or was being written"
                     problem = problem or f"the first at byte {position}: {reason}"
+                    bad += 1
                 position += len(line)
     except OSError as error:
         warn(f"{path.name}: cannot be read ({error})")
     if bad:
         warn(f"{path.name}: {bad} lines cannot be read, {problem}")
-
-
-def _read_session(
-    folder: Path,
-    names: Sequence[FileName],
-    lines: Mapping[FileName, Sequence[StepLine | Alert]],
-    sizes: Mapping[FileName, int],
-    warn: Warn,
-) -> _Session:
-    found = [line for name in names for line in lines.get(name, ())]
-    known = [line for line in found if isinstance(line, StepLine)]
-    streams: dict[int, Stream] = {}
-    good: set[tuple[int, int]] = set()  # part, offset
-    extra: list[StoredStep] = []
-    for name in names:
-        if name.kind != "observations" or not (folder / str(name)).stat().st_size:
-            continue
-        stream = open_stream(folder / str(name), warn)
-        if stream is None:
-            continue
-        streams[name.part] = stream
-        places = [x.batch for x in known if x.batch is not None and x.batch.part == name.part]
-        good |= {(name.part, offset) for offset in intact(stream, places, warn)}
-        settled = sizes.get(name, 0)
-        batches = without_line(stream, places, part=name.part, settled=settled, warn=warn)
-        for step, last in batches:
-            if last and found:
-                warn(f"{name}: step {step.step} was not finished, or was being written")
-            else:
-                extra.append(step)
-    ...

@@ -20,9 +20,10 @@ it commits the step, and it is the index of the Arrow file.
 **Observations.** One record batch a measured step, one row a (layer, head); columns `IDENTITY`,
 then one nullable float32 column a statistic (`entropy_hist`: a list of 16). Null is absent or not
 measured. `layer` counts in the table of layers in the stream's schema metadata, `LAYERS_KEY`,
-where the header lies too: a stream explains itself. Steps with no statistic outside the default
-set lie in a stream of just these columns, others in one with every column of the catalogue (an
-empty column costs as much time as a full one). A layer without any value has one row, head -1.
+where the header lies too: a stream explains itself. Steps with the same set of statistics share a
+stream with just these columns, since an empty column costs as much time as a full one; where there
+are more than a few sets, the rest share one with every column of the catalogue. A layer without
+any value has one row, head -1.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ import pyarrow as pa
 
 from stability_probe.records import LayerInfo, Level, RunHeader
 from stability_probe.runlog import values as js
+from stability_probe.stats.catalogue import CATALOGUE, HISTOGRAM_BINS
 
 SCHEMA_VERSION = 1
 FOLDER = Path("plugins") / "stability_probe"
 HEADER_FILE = "run.json"
-HISTOGRAM, BINS = "entropy_hist", 16
+HISTOGRAM, BINS = "entropy_hist", HISTOGRAM_BINS
 LEVELS = tuple(Level)  # the column `level` counts in it
 
 IDENTITY: Mapping[str, pa.DataType] = {
@@ -118,6 +120,12 @@ def stream_schema(
     }
     plain = pa.schema(fields, metadata=metadata)
     return plain.with_metadata(metadata | {CRC_KEY: str(schema_crc(plain)).encode()})
+
+
+def in_order(statistics: Iterable[str]) -> tuple[str, ...]:
+    """The names in the catalogue's order; those it does not know at the end."""
+    place = {name: i for i, name in enumerate(CATALOGUE)}
+    return tuple(sorted(statistics, key=lambda name: (place.get(name, len(place)), name)))
 
 
 def statistic_type(name: str) -> pa.DataType:

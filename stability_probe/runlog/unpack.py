@@ -121,7 +121,8 @@ def statistic(batch: pa.RecordBatch, name: str) -> Float32:
     column = batch.column(name)
     if name != HISTOGRAM:
         return np.asarray(column.to_numpy(zero_copy_only=False))
-    return np.asarray(column.values.to_numpy(zero_copy_only=False)).reshape(-1, BINS)
+    values = column.values.to_numpy(zero_copy_only=False)
+    return np.asarray(values[: len(column) * BINS]).reshape(-1, BINS)
 
 
 def observations(
@@ -183,9 +184,9 @@ def _unpacked_size(message: pa.Message) -> int:
     batch = to_batch + number("I", to_batch)
     to_buffers = batch + field(batch, 2)
     buffers = to_buffers + number("I", to_buffers)
-    total = len(body)
+    total, compressed = len(body), field(batch, 3)
     for i in range(number("I", buffers)):
         offset, size = struct.unpack_from("<qq", meta, buffers + 4 + 16 * i)
-        if size and field(batch, 3):
+        if size and compressed:
             total += max(struct.unpack_from("<q", body, offset)[0], 0)
     return total

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from stability_probe.errors import LogDirectoryError, ProbeClosedError
@@ -22,6 +21,7 @@ from stability_probe.runlog.schema import (
     HEADER_FILE,
     FileName,
     encode_header,
+    in_order,
     new_session,
 )
 from stability_probe.runlog.stream import ObservationStream
@@ -55,6 +55,7 @@ class RunWriter:
         self._events: AppendFile | None = None
         self._streams: dict[frozenset[str], ObservationStream] = {}
         self._wide = frozenset(CATALOGUE)
+        self._last_step: int | None = None
         self._synced = time.monotonic()
         try:
             self._write_header()
@@ -129,7 +130,7 @@ class RunWriter:
         return ObservationStream(
             self._open("observations", record.step),
             part=part,
-            statistics=_in_order(names),
+            statistics=in_order(names),
             layers=tuple(dict.fromkeys(layers)),
             header=self._header,
         )
@@ -149,7 +150,7 @@ class RunWriter:
     def _begin_session(self) -> None:
         self._session = new_session(path.name for path in self.folder.iterdir())
         self._part = 0
-        self._last_step: int | None = None
+        self._last_step = None
 
     def _write_header(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -180,8 +181,3 @@ class RunWriter:
         if self._events is not None:
             self._events.close()
             self._events = None
-
-
-def _in_order(names: Iterable[str]) -> tuple[str, ...]:
-    place = {name: i for i, name in enumerate(CATALOGUE)}
-    return tuple(sorted(names, key=lambda name: (place.get(name, len(place)), name)))

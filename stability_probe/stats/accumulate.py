@@ -6,6 +6,8 @@ positions, K key positions, D head width, E value width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -16,21 +18,16 @@ from stability_probe.stats.accumulators import (
     PEAK,
     ROW_SUMS,
     Accumulators,
-    concatenate,
-    merge,
     pack,
     sum_dtype,
 )
 from stability_probe.stats.catalogue import HISTOGRAM_BINS
-from stability_probe.stats.finish import finish
 from stability_probe.stats.peak import peak_of
 from stability_probe.stats.precision import count_nonfinite, full_float32, rounds_to_one
 from stability_probe.stats.rowmaths import RowMaths, row_maths
 from stability_probe.stats.rowsums import Rows
 from stability_probe.stats.tiled import row_pass
 from stability_probe.stats.tiles import scale_of, sizes_of
-
-__all__ = ["Accumulators", "accumulate", "concatenate", "finish", "merge", "reduce_rows"]
 
 LEAK_WEIGHT = 1e-6  # a masked key that keeps more weight than this is seen after all
 
@@ -49,18 +46,30 @@ def accumulate(call: AttentionCall, *, full: bool) -> Accumulators:
     Raises:
         ValueError: the call has neither q and k nor scores.
     """
+    return read(call, full=full)[1]
+
+
+def read(call: AttentionCall, *, full: bool) -> tuple[Rows, Accumulators]:
+    """The row numbers of one call, and its accumulators; see `accumulate`."""
     given = call.q_BHQD if call.scores_BHQK is None else call.scores_BHQK
     with full_float32("cpu" if given is None else given.device.type):
-        return reduce_rows(call, row_pass(call, full=full), full=full)
+        tensors = {
+            "q": call.q_BHQD,
+            "k": call.k_BGKD,
+            "v": call.v_BGKE,
+            "output": call.output_BHQE,
+        }
+        bad = {n: count_nonfinite(x.detach()) for n, x in tensors.items() if x is not None}
+        rows = row_pass(call, bad, full=full)
+        return rows, _reduce(call, rows, bad, full=full)
 
 
-def reduce_rows(call: AttentionCall, rows: Rows, *, full: bool) -> Accumulators:
-    """Pool what `tiled.row_pass` gave over batch and queries, and add what needs no scores.
-
-    Call it inside `precision.full_float32`.
-    """
+def _reduce(
+    call: AttentionCall, rows: Rows, bad: Mapping[str, Tensor], *, full: bool
+) -> Accumulators:
+    """Pool the rows over batch and queries, and add what needs no scores."""
     sizes = sizes_of(call)
-    rows_BHQ = {name: x.flatten(1, 2) for name, x in rows.items()}
+    rows_BHQ = rows.per_head()
     maths = row_maths(rows_BHQ)
     maxima = {name: _largest(rows_BHQ[name]) for name in ("largest", "raw_largest")}
     minima = {name: -_largest(-rows_BHQ[name]) for name in ("smallest", "raw_smallest")}
@@ -70,7 +79,7 @@ def reduce_rows(call: AttentionCall, rows: Rows, *, full: bool) -> Accumulators:
     maxima["fp16_scores"] = one_H * (not call.fused and _score_dtype(call) == torch.float16)
     sums["rows"] = one_H * (sizes.B * sizes.Q)
     _add_norms(call, maxima, sums)
-    _add_values(call, rows_BHQ["visible"], sums)
+    _add_values(call, bad, rows_BHQ["visible"], sums)
     _add_input(call, sums)
     if call.q_BHQD is not None and call.k_BGKD is not None:
         maxima["product"] = _largest_product(call, rows_BHQ)
@@ -84,7 +93,7 @@ def reduce_rows(call: AttentionCall, rows: Rows, *, full: bool) -> Accumulators:
     return pack(maxima, minima, sums, peak)
 
 
-def _largest_product(call: AttentionCall, rows_BHQ: Rows) -> Tensor:
+def _largest_product(call: AttentionCall, rows_BHQ: Mapping[str, Tensor]) -> Tensor:
     """The largest |q.k| before the scale."""
     sizes = sizes_of(call)
     strength_BHQ = torch.maximum(rows_BHQ["raw_largest"], -rows_BHQ["raw_smallest"])
@@ -107,7 +116,7 @@ def _largest(x_BHQ: Tensor) -> Tensor:
 
 
 def _sum_rows(
-    call: AttentionCall, rows_BHQ: Rows, maths: RowMaths, *, full: bool
+    call: AttentionCall, rows_BHQ: Mapping[str, Tensor], maths: RowMaths, *, full: bool
 ) -> dict[str, Tensor]:
     n = rows_BHQ["visible"]
     means = {
@@ -151,17 +160,18 @@ def _add_norms(call: AttentionCall, maxima: dict[str, Tensor], sums: dict[str, T
         sums[f"{name}_rows"] = _per_head(call, _sum(known))
 
 
-def _add_values(call: AttentionCall, visible_BHQ: Tensor, sums: dict[str, Tensor]) -> None:
+def _add_values(
+    call: AttentionCall, bad: Mapping[str, Tensor], visible_BHQ: Tensor, sums: dict[str, Tensor]
+) -> None:
     """How many values of each tensor there are, and how many are not finite."""
     for name, x in (("q", call.q_BHQD), ("k", call.k_BGKD), ("v", call.v_BGKE)):
         if x is not None:
-            sums[name] = _per_head(call, _sum(count_nonfinite(x.detach())))
+            sums[name] = _per_head(call, _sum(bad[name]))
             sums[f"{name}_values"] = torch.ones_like(sums[name]) * (x.numel() // x.shape[1])
     if call.output_BHQE is not None:
-        bad_BHQ = count_nonfinite(call.output_BHQE.detach())
         seen_BHQ = visible_BHQ > 0
-        sums["output"] = _sum(bad_BHQ * seen_BHQ)
-        sums["masked_output"] = _sum(bad_BHQ * ~seen_BHQ)
+        sums["output"] = _sum(bad["output"] * seen_BHQ)
+        sums["masked_output"] = _sum(bad["output"] * ~seen_BHQ)
         sums["output_values"] = sums["rows"] * call.output_BHQE.shape[-1]
 
 

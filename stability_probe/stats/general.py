@@ -27,8 +27,6 @@ class _Work:
     products: Products | None
     masks: tuple[Tensor, ...]
     given: Tensor | None  # the scores, masks already in them
-    dtype: torch.dtype  # in which the run forms its scores
-    causal: bool
 
     @property
     def raw_is_score(self) -> bool:
@@ -50,13 +48,16 @@ def general_pass(
     scores = call.scores_BHQK
     given = None if scores is None else per_pair(scores.detach(), sizes)
     masks = split_masks(call.masks, sizes)
-    work = _Work(call, products, masks, given, dtype, call.causal and given is None)
-    device = rows["largest"].device
-    for tile, (S, scratch, *more) in buffers(
-        sizes, device, causal=work.causal, count=2 if given is None or products is None else 3
-    ):
-        out = {name: tile.of_rows(x) for name, x in rows.items()}
-        mask = mask_tile(masks, tile, causal=work.causal, device=device)
+    work = _Work(call, products, masks, given)
+    causal, device = call.causal and given is None, rows.table.device
+    shared = all(mask.shape[1:3] == (1, 1) for mask in masks)  # by the heads
+    last, mask = None, None
+    count = 2 if given is None or products is None else 3
+    for tile, (S, scratch, *more) in buffers(sizes, device, causal=causal, count=count):
+        out = rows.within(tile)
+        place = (tile.batch, tile.query)
+        if mask is None or not shared or place != last:
+            mask, last = mask_tile(masks, tile, causal=causal, device=device), place
         if given is None:
             _form_scores(work, tile, mask, S, scratch, out)
         else:
@@ -78,15 +79,14 @@ def general_pass(
 
 
 def _form_scores(
-    work: _Work, tile: Tile, mask: MaskTile, S: Tensor, scratch: Tensor, out: Rows
+    work: _Work, tile: Tile, mask: MaskTile, S: Tensor, scratch: Tensor, out: dict[str, Tensor]
 ) -> None:
     """S = softcap(scale q.k) + bias, but -inf where hidden or not finite."""
     products, softcap = work.products, work.call.softcap
     assert products is not None
     products.fill(tile, S)
-    hidden = None if mask.visible is None else hide(mask.visible)
     if not work.raw_is_score or "unscaled" in out:
-        _raw_numbers(products, tile, S, scratch, hidden, out)
+        _raw_numbers(products, tile, S, scratch, mask.hidden, out)
     if softcap is not None:
         S.div_(softcap).tanh_().mul_(softcap)
     if mask.bias is not None:
@@ -102,15 +102,15 @@ def _form_scores(
     S.nan_to_num_(nan=-INF, posinf=-INF, neginf=-INF)
     if "leak" in out and mask.unbiased is not None:
         _leak(S, scratch, mask.unbiased, mask.kept, out)
-    if mask.visible is None or hidden is None:
+    if mask.visible is None or mask.hidden is None:
         out["visible"].fill_(float(tile.keys))
         return
-    S.add_(hidden)
+    S.add_(mask.hidden)
     seen = mask.visible.expand(*mask.visible.shape[:-1], tile.keys).sum(-1)
     out["visible"].copy_(seen)
 
 
-def _read_scores(mask: MaskTile, S: Tensor, scratch: Tensor, out: Rows) -> Tensor:
+def _read_scores(mask: MaskTile, S: Tensor, scratch: Tensor, out: dict[str, Tensor]) -> Tensor:
     """Put -inf into given scores where hidden or not finite; returns what hides an entry."""
     torch.clamp_min(S, 0.0, out=scratch)
     scratch.sub_(scratch).ne_(0)
@@ -134,7 +134,12 @@ def _read_scores(mask: MaskTile, S: Tensor, scratch: Tensor, out: Rows) -> Tenso
 
 
 def _raw_numbers(
-    products: Products, tile: Tile, raw: Tensor, scratch: Tensor, hidden: Tensor | None, out: Rows
+    products: Products,
+    tile: Tile,
+    raw: Tensor,
+    scratch: Tensor,
+    hidden: Tensor | None,
+    out: dict[str, Tensor],
 ) -> None:
     """Extrema of scale x q.k over visible, finite entries, and those beyond float16."""
     nothing = raw.new_zeros(()) if hidden is None else hidden
@@ -149,7 +154,9 @@ def _raw_numbers(
         torch.sum(scratch, -1, out=out["unscaled"])
 
 
-def _leak(S: Tensor, scratch: Tensor, unbiased: Tensor, kept: Tensor | None, out: Rows) -> None:
+def _leak(
+    S: Tensor, scratch: Tensor, unbiased: Tensor, kept: Tensor | None, out: dict[str, Tensor]
+) -> None:
     """The largest weight that the run's softmax gives to a key under a finite additive mask."""
     masked = 1 - unbiased
     everything = S
@@ -161,7 +168,7 @@ def _leak(S: Tensor, scratch: Tensor, unbiased: Tensor, kept: Tensor | None, out
     out["leak"].copy_((scratch.amax(-1) - total).exp_())
 
 
-def _score_numbers(dtype: torch.dtype, S: Tensor, scratch: Tensor, out: Rows) -> None:
+def _score_numbers(dtype: torch.dtype, S: Tensor, scratch: Tensor, out: dict[str, Tensor]) -> None:
     """What only the full set asks of S, -inf where hidden."""
     torch.nan_to_num(S, neginf=0.0, out=scratch).abs_().gt_(FLOAT16_MAX)
     torch.sum(scratch, -1, out=out["scaled"])
@@ -170,7 +177,7 @@ def _score_numbers(dtype: torch.dtype, S: Tensor, scratch: Tensor, out: Rows) ->
     out["first"].copy_((S[..., 0] - out["largest"]).exp_())
 
 
-def _shift(S: Tensor, scratch: Tensor, out: Rows) -> None:
+def _shift(S: Tensor, scratch: Tensor, out: dict[str, Tensor]) -> None:
     """S - largest, and 0 where hidden; its standard deviation if asked for."""
     S.sub_(torch.nan_to_num(out["largest"], neginf=0.0).unsqueeze(-1))
     if "deviation" in out:

@@ -31,6 +31,7 @@ class MaskTile:
     bias: Tensor | None  # the sum of the additive masks
     unbiased: Tensor | None  # 0 where that sum masks the key, else 1
     visible: Tensor | None  # kept x unbiased
+    hidden: Tensor | None  # what to add to a finite score: -inf where not visible
 
 
 def mask_tile(
@@ -54,7 +55,7 @@ def mask_tile(
             bias = part if bias is None else bias + part
     unbiased = None if bias is None else torch.gt(bias, MASKED_BIAS).to(torch.float32)
     visible = kept if unbiased is None else unbiased if kept is None else kept * unbiased
-    return MaskTile(kept, bias, unbiased, visible)
+    return MaskTile(kept, bias, unbiased, visible, None if visible is None else hide(visible))
 
 
 def split_masks(masks: Sequence[Tensor], sizes: Sizes) -> tuple[Tensor, ...]:
@@ -62,10 +63,10 @@ def split_masks(masks: Sequence[Tensor], sizes: Sizes) -> tuple[Tensor, ...]:
     return tuple(per_pair(mask.detach(), sizes) for mask in masks)
 
 
-def causal_tile(tile: Tile, device: torch.device) -> Tensor:
-    """1 where key j <= query i, else 0: [1, 1, 1, Q, K]."""
+def causal_tile(tile: Tile, device: torch.device, *, first_key: int = 0) -> Tensor:
+    """1 where key j <= query i, else 0: [1, 1, 1, Q, K], K the tile's keys from the first."""
     i_Q = torch.arange(tile.query.start, tile.query.stop, device=device)
-    j_K = torch.arange(tile.keys, device=device)
+    j_K = torch.arange(first_key, tile.keys, device=device)
     return (j_K <= i_Q[:, None]).to(torch.float32)[None, None, None]
 
 

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from stability_probe.errors import ShapeError
 from stability_probe.records import AttentionCall
-from stability_probe.stats.accumulate import reduce_rows
+from stability_probe.stats.accumulate import read
 from stability_probe.stats.finish import finish
-from stability_probe.stats.precision import full_float32
 from stability_probe.stats.rowmaths import row_maths
-from stability_probe.stats.tiled import row_pass
 
 
 def measure(
@@ -82,12 +80,11 @@ def measure(
         softcap=softcap,
         dtype=q.dtype,
     )
-    with full_float32(q.device.type):
-        row_numbers = row_pass(call, full=True)
-        values = finish(reduce_rows(call, row_numbers, full=True), full=True)
-        if rows:
-            maths = row_maths({name: x.flatten(1, 2) for name, x in row_numbers.items()})
-            values["row_entropy"] = torch.where(maths.counts, maths.entropy, float("nan"))
+    row_numbers, accumulators = read(call, full=True)
+    values = finish(accumulators, full=True)
+    if rows:
+        maths = row_maths(row_numbers.per_head())
+        values["row_entropy"] = torch.where(maths.counts, maths.entropy, float("nan"))
     return values
 
 

@@ -17,31 +17,42 @@ from stability_probe.stats.rowsums import INF, Rows, buffers, finish_rows, sum_r
 from stability_probe.stats.tiles import Products, Sizes
 
 
-def plain_pass(products: Products, sizes: Sizes, rows: Rows, *, causal: bool) -> None:
-    """Fill the default row numbers."""
-    good_BGK, products = _repair_keys(products)
+def plain_pass(
+    products: Products, sizes: Sizes, rows: Rows, bad_BGRQ: Tensor, bad_BGK: Tensor, *, causal: bool
+) -> None:
+    """Fill the default row numbers.
+
+    Args:
+        products: what fills the tiles.
+        sizes: of the call.
+        rows: to fill.
+        bad_BGRQ: bool, the queries with a value that is not finite.
+        bad_BGK: bool, the keys with one.
+        causal: whether key j is hidden from query i wherever j > i.
+    """
+    products = _repair_keys(products, ~bad_BGK)
     device = products.k_BGKD.device
     for tile, (S, scratch) in buffers(sizes, device, causal=causal, count=2):
-        out = {name: tile.of_rows(x) for name, x in rows.items()}
+        out = rows.within(tile)
         products.fill(tile, S)
-        edge = slice(tile.query.start if causal else tile.keys, tile.keys)
-        corner = S[..., edge]
-        if corner.numel():
-            visible = causal_tile(tile, device)[..., edge]
+        start = min(tile.query.start, tile.keys) if causal else tile.keys
+        corner = S[..., start:]  # the square on the diagonal: only here a key can be hidden
+        visible = causal_tile(tile, device, first_key=start) if causal else None
+        if visible is not None:
             corner.add_(hide(visible))
         torch.amax(S, -1, out=out["largest"])
         S.sub_(out["largest"].unsqueeze(-1))
-        if corner.numel():
+        if visible is not None:
             torch.maximum(corner, hide(1 - visible), out=corner)
         sum_rows(S, scratch, out)
     _count_visible(rows, sizes, causal=causal)
     finish_rows(rows)
-    _count_trouble(rows, good_BGK, products.q_BGRQD, causal=causal)
+    _count_trouble(rows, bad_BGRQ, bad_BGK, causal=causal)
     for name in ("largest", "smallest"):
         rows["raw_" + name].copy_(rows[name])
 
 
-def _repair_keys(products: Products) -> tuple[Tensor, Products]:
+def _repair_keys(products: Products, good_BGK: Tensor) -> Products:
     """Replace each key that is not finite by the nearest finite one before it.
 
     Every row that sees the bad key sees that one too, so the copy moves no maximum and no
@@ -50,14 +61,13 @@ def _repair_keys(products: Products) -> tuple[Tensor, Products]:
     """
     B, G, K, D = products.k_BGKD.shape
     k = products.k_BGKD
-    good_BGK = (k - k).sum(-1) == 0
     index = torch.arange(K, device=k.device).expand(B, G, K)
     before = torch.where(good_BGK, index, -1).cummax(-1).values
     first = good_BGK.to(torch.int32).argmax(-1, keepdim=True)
     source = torch.where(before < 0, first, before)
     heads = torch.arange(B * G, device=k.device).view(B, G, 1) * K
     repaired = k.reshape(-1, D).index_select(0, (source + heads).flatten())
-    return good_BGK, Products(products.q_BGRQD, repaired.view(B, G, K, D), products.scale)
+    return Products(products.q_BGRQD, repaired.view(B, G, K, D), products.scale)
 
 
 def _count_visible(rows: Rows, sizes: Sizes, *, causal: bool) -> None:
@@ -68,13 +78,12 @@ def _count_visible(rows: Rows, sizes: Sizes, *, causal: bool) -> None:
     rows["visible"].copy_(seen_Q.clamp_max_(float(sizes.K)))
 
 
-def _count_trouble(rows: Rows, good_BGK: Tensor, q_BGRQD: Tensor, *, causal: bool) -> None:
+def _count_trouble(rows: Rows, bad_BGRQ: Tensor, bad_BGK: Tensor, *, causal: bool) -> None:
     """Fill `trouble` from bad keys and queries, and take what they spoilt from the extrema."""
-    bad_BGRQ = (q_BGRQD - q_BGRQD).sum(-1, dtype=torch.float32) != 0  # true for NaN
-    bad_keys_BGK = (~good_BGK).to(torch.int32)
+    bad_keys_BGK = bad_BGK.to(torch.int32)
     if causal:
-        Q, K = q_BGRQD.shape[3], good_BGK.shape[-1]
-        last_Q = torch.arange(Q, device=good_BGK.device).clamp_max_(K - 1)
+        Q, K = bad_BGRQ.shape[3], bad_BGK.shape[-1]
+        last_Q = torch.arange(Q, device=bad_BGK.device).clamp_max_(K - 1)
         lost = bad_keys_BGK.cumsum(-1).index_select(-1, last_Q).unsqueeze(2)
     else:
         lost = bad_keys_BGK.sum(-1)[:, :, None, None]

@@ -12,12 +12,11 @@ where no term is a difference of numbers close to 1, so that they hold in a near
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from stability_probe.stats.rowsums import Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +33,7 @@ class RowMaths:
     lse: Tensor  # log-sum-exp of S
 
 
-def row_maths(rows: Rows) -> RowMaths:
+def row_maths(rows: Mapping[str, Tensor]) -> RowMaths:
     """The distribution of every row, from what `tiled.row_pass` left of it."""
     n, ones, off = rows["visible"], rows["ones"], rows["off"]
     sound = (rows["trouble"] == 0) & (n > 0)

@@ -16,7 +16,7 @@ Shape suffixes: B batch, G key heads, R query heads per key head, Q query positi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -49,14 +49,35 @@ FULL_ROWS = (
     "scaled",  # finite entries with |S| above it
 )
 
-Rows: TypeAlias = dict[str, Tensor]  # name -> [B, G, R, Q] float32
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Row numbers by name, each float32 [..., B, G, R, Q] or any part of it."""
+
+    names: tuple[str, ...]
+    table: Tensor  # [len(names), B, G, R, Q]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.table[self.names.index(name)]
+
+    def within(self, tile: Tile) -> dict[str, Tensor]:
+        """The tile's part of every row number, to write into."""
+        part = self.table[:, tile.batch, tile.group, :, tile.query]
+        return dict(zip(self.names, part.unbind(0), strict=True))
+
+    def per_head(self) -> dict[str, Tensor]:
+        """Every row number as [B, H, Q]."""
+        return dict(zip(self.names, self.table.flatten(2, 3).unbind(0), strict=True))
 
 
 def empty_rows(sizes: Sizes, device: torch.device, *, full: bool) -> Rows:
     """Row numbers with nothing seen."""
     names = FULL_ROWS if full else DEFAULT_ROWS
     shape = (len(names), sizes.B, sizes.G, sizes.R, sizes.Q)
-    rows = dict(zip(names, torch.zeros(shape, dtype=torch.float32, device=device), strict=True))
+    rows = Rows(names, torch.zeros(shape, dtype=torch.float32, device=device))
     for name, absent in (("largest", -INF), ("smallest", INF)):
         rows[name].fill_(absent)
         rows["raw_" + name].fill_(absent)
@@ -75,7 +96,7 @@ def buffers(
         yield tile, [buffer[:n].view(tile.shape) for buffer in store]
 
 
-def sum_rows(shifted: Tensor, scratch: Tensor, out: Rows) -> None:
+def sum_rows(shifted: Tensor, scratch: Tensor, out: dict[str, Tensor]) -> None:
     """Read S - largest, 0 where masked, into `out`; both tensors are used up.
 
     `ones` still lacks the number of visible keys, `gap` its sign and `off_square` its square:

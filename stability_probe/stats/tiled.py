@@ -6,22 +6,28 @@ device: shapes and flags alone decide what runs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import Tensor
+
 from stability_probe.records import AttentionCall
 from stability_probe.stats.general import general_pass
 from stability_probe.stats.plain import plain_pass
 from stability_probe.stats.rowsums import Rows, empty_rows
-from stability_probe.stats.tiles import products_of, sizes_of
+from stability_probe.stats.tiles import products_of, sizes_of, split_heads
 
 
-def row_pass(call: AttentionCall, *, full: bool) -> Rows:
+def row_pass(call: AttentionCall, bad: Mapping[str, Tensor], *, full: bool) -> Rows:
     """The row numbers of one call. Call it inside `precision.full_float32`.
 
     Args:
         call: the attention call.
+        bad: for "q" [B, H, Q] and "k" [B, G, K], how many values of a row are not finite; read
+            only where the call has q and k.
         full: all of `rowsums.FULL_ROWS`, else `rowsums.DEFAULT_ROWS`.
 
     Returns:
-        Name -> float32 [B, G, R, Q]. In a row with `trouble`, or without a visible key, only the
+        Float32 [B, G, R, Q] by name. In a row with `trouble`, or without a visible key, only the
         extrema, `visible` and `trouble` mean anything.
 
     Raises:
@@ -39,5 +45,6 @@ def row_pass(call: AttentionCall, *, full: bool) -> Rows:
         dtype = call.dtype or given.dtype
         general_pass(call, products, sizes, rows, dtype=dtype, full=full)
     else:
-        plain_pass(products, sizes, rows, causal=call.causal)
+        bad_BGRQ, bad_BGK = split_heads(bad["q"] > 0, sizes), bad["k"] > 0
+        plain_pass(products, sizes, rows, bad_BGRQ, bad_BGK, causal=call.causal)
     return rows

@@ -1,0 +1,67 @@
+"""Which series a model gets, and how values fold."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stability_probe.records import LayerInfo
+from stability_probe.sinks.tags import LAYER_STATISTICS, MAX_TAGS, OVERVIEW, layer_tags
+from stability_probe.sinks.window import Window
+from stability_probe.stats.catalogue import CATALOGUE
+
+
+def model(layers):
+    return [LayerInfo(name=f"b.{i}", index=i, heads=4) for i in range(layers)]
+
+
+def kept(layers):
+    tags = layer_tags(model(layers))
+    return sorted({name for name, _ in tags}), sorted({index for _, index in tags})
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2000))
+def test_the_tags_fit_and_are_a_full_grid(layers):
+    tags = layer_tags(model(layers))
+    statistics, indices = kept(layers)
+    assert len(tags) == len(statistics) * len(indices)
+    assert len({tag.name for tag in tags.values()}) == len(tags)
+    assert len(tags) + len(OVERVIEW) + 3 <= MAX_TAGS
+    if layers:
+        assert {"qk_abs_max_logit", "entropy_ratio"} <= set(statistics)
+        assert {0, layers - 1} <= set(indices)
+        gaps = {b - a for a, b in pairwise(indices)}
+        assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_a_small_model_shows_every_default_statistic_that_can_be_dangerous():
+    dangerous = sorted(s.name for s in CATALOGUE.values() if s.default and s.danger)
+    assert kept(16) == (dangerous, list(range(16)))
+
+
+def test_statistics_go_before_layers():
+    assert kept(48) == (sorted(LAYER_STATISTICS[:3]), list(range(48)))
+    assert kept(92) == (sorted(LAYER_STATISTICS[:2]), list(range(92)))
+    statistics, indices = kept(96)
+    assert statistics == sorted(LAYER_STATISTICS[:2])
+    assert len(indices) == 92
+
+
+def test_the_overview_fits_one_page_of_cards():
+    assert len(OVERVIEW) <= 12
+
+
+@pytest.mark.parametrize(
+    ("fold", "expected"), [("max", 5.0), ("min", -1.0), ("sum", 6.0), ("mean", 2.0)]
+)
+def test_a_window_folds_what_is_there(fold, expected):
+    window = Window()
+    for value in (5.0, None, math.nan, -1.0, math.inf, -math.inf, 2.0):
+        window.add("tag", value, fold=fold)
+    assert window
+    assert window.drain() == {"tag": expected}
+    assert not window
+    assert window.drain() == {}
