@@ -57,17 +57,11 @@ class Lookout:
         if unseen and self._discovery_steps < DISCOVERY_STEPS:
             return
         self._attachment.settle()
-        if not self._attachment.sites and "" not in self._told:
-            self._told.add("")
-            yield _operational(
-                step,
-                "blind",
-                Severity.WARNING,
-                None,
-                f"No attention call was seen in {self._discovery_steps} steps of training; "
-                "nothing is watched.",
-                "Watch the module whose forward runs in training, and see probe.coverage.",
-            )
+        if not self._attachment.sites:
+            if "" not in self._told:
+                self._told.add("")
+                yield self._nothing_seen(step, len(unseen))
+            return
         for layer, kind in unseen.items():
             if layer not in self._told:
                 self._told.add(layer)
@@ -82,6 +76,17 @@ class Lookout:
                     "see probe.coverage.",
                 )
         yield from self._unverified(step)
+
+    def _nothing_seen(self, step: int, candidates: int) -> Alert:
+        return _operational(
+            step,
+            "blind",
+            Severity.WARNING,
+            None,
+            f"No attention call was seen in {self._discovery_steps} steps of training, though "
+            f"{candidates} modules look like attention; nothing is watched.",
+            "A compiled module or a kernel of its own hides its calls; see probe.coverage.",
+        )
 
     def _no_forward(self, step: int) -> Alert:
         in_eval = self._attachment.refused_in_eval > 0

@@ -154,7 +154,7 @@ class Probe:
         try:
             now = self._step + 1 if step is None else int(step)
             given = {"loss": loss, "grad_norm": grad_norm, "eval_loss": eval_loss}
-            numbers = {name: x for name, x in given.items() if self._is_number(name, x)}
+            numbers = {name: x for name, x in given.items() if self._is_number(x, name)}
             self._end_step(now, numbers, skipped)
         except Exception as error:
             self._fault("ending the step", error)
@@ -269,7 +269,7 @@ class Probe:
         self._attachment.step = now + 1
         self._meter.level = self._level(now + 1)
 
-    def _is_number(self, name: str, value: object) -> TypeGuard[Scalar]:
+    def _is_number(self, value: object, name: str) -> TypeGuard[Scalar]:
         """Whether a number was given; what is none is told and left out, the step is kept."""
         if value is None:
             return False

@@ -190,6 +190,8 @@ def _layers(rows: pd.DataFrame) -> tuple[npt.NDArray[np.intp], list[str], list[i
 
 def _observations(rows: pd.DataFrame, names: list[str]) -> dict[int, tuple[Observation, ...]]:
     """The layers of each measured step, in layer order."""
+    if rows.empty:
+        return {}
     codes, layers, indices = _layers(rows)
     steps, heads = _whole(rows, "step"), _whole(rows, "head")
     _refuse_duplicates(steps, codes, heads, layers)
@@ -197,7 +199,7 @@ def _observations(rows: pd.DataFrame, names: list[str]) -> dict[int, tuple[Obser
     index = (
         np.array(indices, dtype=np.int64)[codes]
         if extra["layer_index"] is None
-        else (extra["layer_index"])
+        else extra["layer_index"]
     )
     order = np.lexsort((heads, codes, index, steps))
     table = {name: _numbers(rows, name).astype(np.float32)[order] for name in names}

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from stability_probe.monitor import Monitor
@@ -94,7 +94,7 @@ class Recorded:
         return iter(self._records)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     seed=st.integers(0, 1000),
     every=st.sampled_from([1, 2, 10]),

@@ -6,6 +6,7 @@ constants and nothing else, so the same history always gives the same verdict.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -78,7 +79,11 @@ def announce(
     cause: str = "",
     remedies: tuple[str, ...] = (),
 ) -> Alert:
-    """The alert that says a finding, at the history's step."""
+    """The alert that says a finding, at the history's step.
+
+    A value that is not finite is left to the message, so that alerts compare and are plain JSON.
+    """
+    value = finding.value
     since = history.step if finding.since is None else finding.since
     return Alert(
         step=history.step,
@@ -88,7 +93,7 @@ def announce(
         layer_index=finding.layer_index,
         heads=heads,
         statistic=finding.statistic,
-        value=finding.value,
+        value=value if value is not None and math.isfinite(value) else None,
         limit=finding.limit,
         window=(since, history.step),
         cause=cause,

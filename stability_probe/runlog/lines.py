@@ -111,7 +111,7 @@ def _decode_step(fields: dict[str, Any]) -> StepLine:
         skipped=js.as_bool(fields.get("skipped", False)),
         phase=js.as_text(fields.get("phase", "")),
         first_bad=tuple(_decode_first_bad(b) for b in js.as_list(fields.get("first_bad", []))),
-        wall_time=js.as_float(fields.get("wall_time")) or 0.0,
+        wall_time=js.as_number(fields.get("wall_time", 0.0)),
     )
     level = Level(js.as_text(fields.get("level")))
     batch = fields.get("batch")

@@ -16,6 +16,8 @@ from stability_probe.errors import ShapeError
 from stability_probe.runlog.schema import BINS, HISTOGRAM, IDENTITY, LEVELS, statistic_type
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from stability_probe.records import Float32, Level, Observation
 
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -69,7 +71,7 @@ def label_rows(
     labels["head"] = np.concatenate([np.arange(n) if n else [-1] for n in heads])
     labels["level"] = np.full(sum(rows), LEVELS.index(level))
     names = tuple(IDENTITY)[1:]
-    return RowLabels(key, heads, rows, tuple(pa.array(labels[n], IDENTITY[n]) for n in names))
+    return RowLabels(key, heads, rows, tuple(_column(n, labels[n]) for n in names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +110,12 @@ def pack(
         if len(o.values) < len(present)
     }
     scalars = [name for name in columns if name in present and name != HISTOGRAM]
-    matrix_SR = _gather(scalars, (), observations, labels).reshape(len(scalars), -1)
+    matrix_SR = _gather(scalars, (), observations, labels).reshape(-1, sum(labels.rows))
     arrays = {name: _nullable(row) for name, row in zip(scalars, matrix_SR, strict=True)}
     if HISTOGRAM in present:
         arrays[HISTOGRAM] = _histogram(observations, labels)
     total = sum(labels.rows)
-    steps = pa.array(np.full(total, step, np.int64))
+    steps = _column("step", np.full(total, step))
     given = [arrays[n] if n in arrays else pa.nulls(total, statistic_type(n)) for n in columns]
     batch = pa.RecordBatch.from_arrays([steps, *labels.columns, *given], schema=schema)
     return Packed(_message(batch), tuple(n for n in columns if n in present), missing)
@@ -121,9 +123,13 @@ def pack(
 
 def _histogram(observations: Sequence[Observation], labels: RowLabels) -> pa.Array:
     hist_RN = _gather([HISTOGRAM], (BINS,), observations, labels)
-    absent = [HISTOGRAM not in o.values for o in observations]
-    mask = pa.array(np.repeat(absent, labels.rows)) if any(absent) else None
-    return pa.FixedSizeListArray.from_arrays(_nullable(hist_RN.ravel()), BINS, mask=mask)
+    valid_R = np.repeat([HISTOGRAM in o.values for o in observations], labels.rows)
+    return pa.Array.from_buffers(
+        statistic_type(HISTOGRAM),
+        len(valid_R),
+        [_bits(valid_R)],
+        children=[_nullable(hist_RN.ravel())],
+    )
 
 
 def _gather(
@@ -169,14 +175,26 @@ def _shape_error(
     )
 
 
+# Arrays are made of buffers: `pa.array` imports pandas, and looks for NaN 20 times as slowly.
+
+
+def _column(name: str, values_R: npt.NDArray[np.int64]) -> pa.Array:
+    kind = IDENTITY[name]
+    values = values_R.astype(f"i{kind.byte_width}")
+    if not np.array_equal(values, values_R):
+        raise OverflowError(f"got {values_R.max()} for {name}, expected what fits {kind}.")
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
+
+
 def _nullable(values: Float32) -> pa.Array:
-    """The values with null for NaN; `pa.array(..., from_pandas=True)` takes 20 times as long."""
-    absent = np.isnan(values)
-    nulls = int(np.count_nonzero(absent))
-    valid = pa.py_buffer(np.packbits(~absent, bitorder="little")) if nulls else None
-    return pa.Array.from_buffers(
-        pa.float32(), len(values), [valid, pa.py_buffer(values)], null_count=nulls
-    )
+    """The values, with null for NaN."""
+    valid = _bits(~np.isnan(values))
+    return pa.Array.from_buffers(pa.float32(), len(values), [valid, pa.py_buffer(values)])
+
+
+def _bits(valid: npt.NDArray[np.bool_]) -> pa.Buffer | None:
+    """Arrow's validity bits; None where all are valid."""
+    return None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
 
 
 def _message(batch: pa.RecordBatch) -> pa.Buffer:

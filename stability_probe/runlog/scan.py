@@ -90,7 +90,8 @@ def _read_session(
             file = salvage(path, places, part=name.part, settled=settled, warn=warn)
             if file:
                 files[name.part] = file
-    steps = _orphans(files, warn) | {line.scalars.step: _stored(line, files) for line in known}
+    steps = {line.scalars.step: _stored(line, files) for line in known}
+    steps = _orphans(files, steps, warn) | steps
     lost = sum(1 for x in known if x.batch and steps[x.scalars.step].stream is None)
     if lost:
         warn(f"{lost} measured steps of session {names[0].session} have lost their observations")
@@ -108,14 +109,19 @@ def _stored(line: StepLine, files: Mapping[int, Salvaged]) -> StoredStep:
     return StoredStep(replace(line, batch=None))
 
 
-def _orphans(files: Mapping[int, Salvaged], warn: Warn) -> dict[int, StoredStep]:
+def _orphans(
+    files: Mapping[int, Salvaged], steps: Mapping[int, StoredStep], warn: Warn
+) -> dict[int, StoredStep]:
+    """The steps without a line; a step that failed may have been written again, with one."""
     for file in files.values():
-        if file.unfinished is not None:
+        if file.unfinished is not None and file.unfinished not in steps:
             name = file.stream.path.name
             warn(f"{name}: step {file.unfinished} was not finished, or was being written")
-    orphans = {step.step: step for file in files.values() for step in file.orphans}
+    found = (step for file in files.values() for step in file.orphans)
+    orphans = {step.step: step for step in found if step.step not in steps}
     if orphans:
-        warn(f"{len(orphans)} steps have lost their scalars, the first is {min(orphans)}")
+        first = min(orphans)
+        warn(f"{len(orphans)} steps have lost their line (scalars, checksum), the first is {first}")
     return orphans
 
 

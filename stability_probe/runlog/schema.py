@@ -55,7 +55,7 @@ IDENTITY: Mapping[str, pa.DataType] = {
     "layer_index": pa.int32(),
     "head": pa.int16(),
     "sequences": pa.int32(),
-    "ranks": pa.int16(),
+    "ranks": pa.int32(),
     "level": pa.int8(),
 }
 VERSION_KEY = b"stability_probe.schema_version"
@@ -66,7 +66,7 @@ CRC_KEY = b"stability_probe.crc"  # of the columns and of the other keys
 EXTENSION: Mapping[str, str] = {"events": "jsonl", "observations": "arrows"}
 _NAME = re.compile(
     r"(?P<kind>events|observations)-r(?P<rank>\d{1,9})-(?P<start>-?\d{1,19})"
-    r"-(?P<session>[0-9a-f]{32})-(?P<part>\d{1,9})\.(?P<extension>jsonl|arrows)"
+    r"-(?P<session>[0-9a-f]{32})-(?P<part>\d{1,9})\.(?:jsonl|arrows)"
 )
 
 
@@ -88,10 +88,11 @@ class FileName(NamedTuple):
     def parse(cls, name: str) -> FileName | None:
         """The inverse of `str`; None where the name is not one of a run's files."""
         found = _NAME.fullmatch(name)
-        if found is None or EXTENSION[found["kind"]] != found["extension"]:
+        if found is None:
             return None
         rank, part, start = int(found["rank"]), int(found["part"]), int(found["start"])
-        return cls(rank, found["session"], part, found["kind"], start)
+        parsed = cls(rank, found["session"], part, found["kind"], start)
+        return parsed if str(parsed) == name else None
 
 
 def new_session(names: Iterable[str]) -> str:
@@ -174,7 +175,7 @@ def decode_header(data: bytes) -> RunHeader:
     statistics = js.as_map(fields.get("statistics", {}))
     return RunHeader(
         schema_version=js.as_int(fields.get("schema_version")),
-        created=js.as_float(fields.get("created")) or 0.0,
+        created=js.as_number(fields.get("created", 0.0)),
         layers=tuple(map(_decode_layer, js.as_list(fields.get("layers", [])))),
         statistics={name: _texts(about) for name, about in statistics.items()},
         versions=_texts(fields.get("versions", {})),

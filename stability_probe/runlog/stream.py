@@ -43,10 +43,8 @@ class ObservationStream:
         self._labels: RowLabels | None = None
 
     def takes(self, observations: Sequence[Observation]) -> bool:
-        """Whether the file is open and the layers are among its own."""
-        return not self.file.closed and all(
-            (o.layer_index, o.layer) in self._positions for o in observations
-        )
+        """Whether the layers are among its own."""
+        return all((o.layer_index, o.layer) in self._positions for o in observations)
 
     def append(self, record: StepRecord) -> BatchPlace:
         """Writes the observations of a step.
@@ -76,7 +74,7 @@ class ObservationStream:
 
     def end(self) -> None:
         """Marks the stream's end and closes the file."""
-        if self.file.size and not self.file.closed:
+        if self.file.size:
             with contextlib.suppress(OSError):  # a reader takes the file's end for it, too
                 self.file.append(END_OF_STREAM)
         self.file.close()

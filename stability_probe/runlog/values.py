@@ -58,6 +58,14 @@ def as_float(value: Any) -> float | None:
     raise _unexpected(value, "a number")
 
 
+def as_number(value: Any) -> float:
+    """The inverse of `from_float` where there is a number."""
+    number = as_float(value)
+    if number is None:
+        raise _unexpected(value, "a number")
+    return number
+
+
 def as_int(value: Any) -> int:
     """A whole number that fits 64 bits."""
     if type(value) is int and -_INT64 <= value < _INT64:

@@ -71,21 +71,19 @@ class RunWriter:
 
         Raises:
             OSError: it could not be written, wholly or in part. What was written before stays
-                readable, and the next `emit` starts a new file.
+                readable, and the next `emit` starts new files.
             ShapeError: a statistic that does not have one value a head; nothing was written.
             ProbeClosedError: after `close`.
         """
         if self._closed:
             raise ProbeClosedError("got an event after close(). Open a new RunWriter to go on.")
-        if isinstance(event, RunHeader):
-            self._header = event
-            self._write_header()
-        elif isinstance(event, Alert):
-            self._append_line(event.step, encode_alert(event))
-        else:
-            self._write_step(event)
-        if time.monotonic() - self._synced > SYNC_SECONDS:
-            self._sync()
+        try:
+            self._write(event)
+            if time.monotonic() - self._synced > SYNC_SECONDS:
+                self._sync()
+        except OSError:
+            self._abandon_files()
+            raise
 
     def close(self) -> None:
         """Puts everything on the disk and ends the files; again is harmless.
@@ -100,6 +98,15 @@ class RunWriter:
             self._sync()
         finally:
             self._close_files()
+
+    def _write(self, event: StepRecord | Alert | RunHeader) -> None:
+        if isinstance(event, RunHeader):
+            self._header = event
+            self._write_header()
+        elif isinstance(event, Alert):
+            self._append_line(event.step, encode_alert(event))
+        else:
+            self._write_step(event)
 
     def _write_step(self, record: StepRecord) -> None:
         if self._last_step is not None and record.step <= self._last_step:
@@ -136,7 +143,7 @@ class RunWriter:
         )
 
     def _append_line(self, step: int, line: bytes) -> None:
-        if self._events is None or self._events.closed:
+        if self._events is None:
             self._events = self._open("events", step)
         self._events.append(line)
 
@@ -181,3 +188,12 @@ class RunWriter:
         if self._events is not None:
             self._events.close()
             self._events = None
+
+    def _abandon_files(self) -> None:
+        # Without the mark of the end: a last batch without its line then reads as unfinished.
+        for file in (*(stream.file for stream in self._streams.values()), self._events):
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
+        self._streams.clear()
+        self._events = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -58,7 +60,7 @@ def _default(
         "jacobian_trace": sums["trace"] / rows,
         "q_norm_max": maxima["q_norm"],
         "k_norm_max": maxima["k_norm"],
-        "fp16_headroom_log2": torch.log2(FLOAT16_MAX / product),
+        "fp16_headroom_log2": math.log2(FLOAT16_MAX) - torch.log2(product),
         "fp16_scores": maxima["fp16_scores"],
         "nonfinite": _first_cause(sums),
     }

@@ -115,14 +115,12 @@ def _read_scores(mask: MaskTile, S: Tensor, scratch: Tensor, out: dict[str, Tens
     torch.clamp_min(S, 0.0, out=scratch)
     scratch.sub_(scratch).ne_(0)
     torch.sum(scratch, -1, out=out["trouble"])  # NaN and +inf, wherever softmax got them
-    visible = torch.ne(S, -INF).to(torch.float32)
+    allowed, unbiased = mask.visible, mask.unbiased
+    if allowed is None:
+        finite = torch.nan_to_num(S, nan=-INF, posinf=-INF, neginf=-INF, out=scratch)
+        allowed = unbiased = 1 - guess_masked(S, finite.amax(-1, keepdim=True))
+    visible = torch.ne(S, -INF).to(torch.float32).mul_(allowed)  # NaN and +inf are: as faults
     S.nan_to_num_(nan=-INF, posinf=-INF, neginf=-INF)
-    unbiased = mask.unbiased
-    if mask.visible is not None:
-        visible.mul_(mask.visible)
-    else:
-        unbiased = 1 - guess_masked(S, S.amax(-1, keepdim=True))
-        visible.mul_(unbiased)
     if "leak" in out and unbiased is not None:
         _leak(S, scratch, unbiased, mask.kept, out)
     hidden = hide(visible)

@@ -18,6 +18,7 @@ BAD = observation("a", 0, qk_abs_max_logit=[12.0], nonfinite=[4])
 def test_a_loss_that_is_not_finite_is_critical_and_attention_is_cleared(loss):
     (alert,) = watch([record(1, CALM, loss=2.0), record(2, loss=loss)], RULES)
     assert (alert.step, alert.rule, alert.severity) == (2, "nonfinite_loss", Severity.CRITICAL)
+    assert (alert.statistic, alert.value) == ("loss", None)
     assert "attention is calm" in alert.message
     assert "12" in alert.message
     assert "not the cause" in alert.cause

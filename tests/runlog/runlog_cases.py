@@ -110,7 +110,9 @@ def observations(draw: st.DrawFn, layer: str, index: int) -> Observation:
     heads = draw(st.integers(0, 5))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     values = {}
-    for name in draw(st.sampled_from([DEFAULT_SET, tuple(CATALOGUE)]) | st.lists(names, max_size=6)):
+    for name in draw(
+        st.sampled_from([DEFAULT_SET, tuple(CATALOGUE)]) | st.lists(names, max_size=6)
+    ):
         shape = (heads, 16) if name == "entropy_hist" else (heads,)
         any_bits = rng.integers(0, 2**32, shape, np.uint32).view(np.float32)
         special = SPECIAL[rng.integers(0, len(SPECIAL), shape)]
@@ -119,7 +121,7 @@ def observations(draw: st.DrawFn, layer: str, index: int) -> Observation:
         name = draw(st.sampled_from(sorted(values)))
         values[name] = np.full_like(values[name], np.nan)
     return Observation(
-        layer, index, values, draw(st.integers(0, 2**31 - 1)), draw(st.integers(0, 2**15 - 1))
+        layer, index, values, draw(st.integers(0, 2**31 - 1)), draw(st.integers(0, 2**31 - 1))
     )
 
 

@@ -44,9 +44,7 @@ def statistics(
         else:
             (B, H, Q, _), K = q.shape, k.shape[2]
         arrays = {n: array(x) for n, x in (("q", q), ("k", k), ("v", v), ("output", output))}
-        planes = [
-            (m.dtype == torch.bool, np.broadcast_to(array(m), (B, H, Q, K))) for m in masks
-        ]
+        planes = [(m.dtype == torch.bool, np.broadcast_to(array(m), (B, H, Q, K))) for m in masks]
         scales = np.broadcast_to(
             array(scale) if isinstance(scale, torch.Tensor) else np.float64(scale), (B, H, 1, 1)
         )[:, :, 0, 0]
@@ -176,7 +174,7 @@ def _head(rows):
     products = np.concatenate(
         [r["raw"] / r["scale"] if r["scale"] else r["raw"] * np.nan for r in rows]
     )
-    head = {
+    return {
         "max_logit": top(all_s),
         "min_logit": -top(-all_s),
         "abs_max_logit": top(np.abs(all_s)),
@@ -198,7 +196,7 @@ def _head(rows):
         "tied_max_rows": mean(lambda r: r["tied"]),
         "saturated_rows": mean(lambda r: r["saturated"]),
         "fp16_headroom_log2": math.log2(
-            FLOAT16_MAX / max(top(np.abs(products)), np.finfo(np.float32).tiny)
+            FLOAT16_MAX / max(top(np.abs(products)), float(np.finfo(np.float32).tiny))
         )
         if len(products) and not np.isnan(products).all()
         else math.nan,
@@ -213,7 +211,6 @@ def _head(rows):
         "entropy_rows": len(counting),
         "keys": max(r["n"] for r in rows),
     }
-    return head
 
 
 def _tensors(arrays, rows, h, H, B, Q):

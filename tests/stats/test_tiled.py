@@ -102,8 +102,7 @@ def test_what_is_not_finite_is_counted_and_left_out(call: AttentionCall, tile: i
 
 def formed(call: AttentionCall) -> torch.Tensor:
     """The scores as an unfused run forms them, in the call's dtype."""
-    B, H, Q, D = call.q_BHQD.shape
-    k = call.k_BGKD.repeat_interleave(H // call.k_BGKD.shape[1], 1)
+    k = call.k_BGKD.repeat_interleave(call.q_BHQD.shape[1] // call.k_BGKD.shape[1], 1)
     scores = (call.q_BHQD.float() @ k.float().mT * call.scale).to(call.dtype)
     for mask in call.masks:
         if mask.dtype == torch.bool:
