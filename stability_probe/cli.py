@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit status."""
     arguments = _parser().parse_args(argv)
-    from stability_probe.demo import run_demo
+    from stability_probe.demo.command import run_demo
     from stability_probe.errors import StabilityProbeError
 
     try:

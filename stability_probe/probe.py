@@ -247,10 +247,21 @@ class Probe:
         console: list[Sink] = [ConsoleSink()]
         if self.logdir is None:
             return console
-        return [RunWriter(self.logdir, self._header()), TensorBoardSink(self.logdir), *console]
+        return [RunWriter(self.logdir, self._header()), *console]
+
+    def _begin(self, first: int) -> None:
+        """What must know the run's first step: a resumed run starts where it was."""
+        if self._phase_start == 1:
+            self._phase_start = first
+        if self.logdir is not None:
+            start = 0 if first == 1 else first
+            logdir = self.logdir
+            self._sinks.add(lambda: TensorBoardSink(logdir, start_step=start))
 
     def _end_step(self, now: int, numbers: dict[str, Scalar], skipped: bool) -> None:
         self._attachment.heal()
+        if self._step == 0:
+            self._begin(now)
         measurement = self._meter.drain(now, read_sentinel=self._on_cpu or _is_trouble(numbers))
         scalars = StepScalars(
             step=now,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import numpy as np
@@ -79,7 +80,7 @@ def replay(
     if isinstance(source, str | os.PathLike):
         from stability_probe.runlog.read import load
 
-        run: Recorded = load(source)
+        run: Recorded = load(Path(source))
     else:
         run = source  # type: ignore[assignment]
     if not (hasattr(run, "records") and hasattr(run, "alerts")):
@@ -168,7 +169,11 @@ def _layers(rows: pd.DataFrame) -> tuple[npt.NDArray[np.intp], list[str], list[i
     """Each row's layer as a code, and the name and index by code."""
     import pandas as pd
 
-    codes, found = pd.factorize(rows["layer"])
+    column = rows["layer"]
+    if isinstance(column.dtype, pd.CategoricalDtype):  # its categories are in layer order
+        codes, found = column.cat.codes.to_numpy(), column.cat.categories
+    else:
+        codes, found = pd.factorize(column)
     if (codes < 0).any():
         row = int(np.flatnonzero(codes < 0)[0])
         raise FrameError(
@@ -185,7 +190,7 @@ def _layers(rows: pd.DataFrame) -> tuple[npt.NDArray[np.intp], list[str], list[i
             )
         names.append(str(int(layer)) if whole else str(layer))
         indices.append(int(layer) if whole else order)
-    return codes, names, indices
+    return codes.astype(np.intp), names, indices
 
 
 def _observations(rows: pd.DataFrame, names: list[str]) -> dict[int, tuple[Observation, ...]]:

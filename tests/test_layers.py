@@ -85,9 +85,9 @@ def test_imports_go_downward(path: Path) -> None:
         inside = dotted.removeprefix("stability_probe").lstrip(".")
         target = inside.split(".")[0] or "__init__"
         allowed = MAY_IMPORT[own]
-        assert (
-            target == own or target in allowed or any(inside.startswith(a) for a in allowed)
-        ), f"{own} must not import {dotted}"
+        assert target == own or target in allowed or any(inside.startswith(a) for a in allowed), (
+            f"{own} must not import {dotted}"
+        )
 
 
 def test_every_room_is_named() -> None:

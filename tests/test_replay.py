@@ -13,12 +13,15 @@ from stability_probe.records import (
     Alert,
     Observation,
     Origin,
+    RunHeader,
     Severity,
     State,
     StepRecord,
     StepScalars,
 )
 from stability_probe.replay import FrameError, replay
+from stability_probe.runlog.read import load
+from stability_probe.runlog.write import RunWriter
 
 STATISTICS = ("qk_abs_max_logit", "entropy_ratio", "nonfinite", "q_norm_max", "k_norm_max")
 
@@ -129,6 +132,44 @@ def test_operational_and_superseded_alerts_are_copied_in_step_order():
     assert tuple(a for a in told if a in judged) == judged
 
 
+def written(directory, records):
+    """A run directory, as the probe leaves it: each record, then the alerts it gave rise to."""
+    monitor = Monitor()
+    writer = RunWriter(directory, RunHeader(created=1.0))
+    for r in records:
+        writer.emit(r)
+        for alert in monitor.observe(r):
+            writer.emit(alert)
+    writer.close()
+
+
+def test_a_run_directory_replays_to_the_alerts_it_holds(tmp_path):
+    records = run_of(3, 1, frozenset({40, 41}), 50, 60, 1000)
+    written(tmp_path, records)
+    assert replay(tmp_path) == replay(str(tmp_path)) == live(records) == load(tmp_path).alerts
+
+
+def test_a_resumed_run_is_judged_by_the_steps_that_survived(tmp_path):
+    records = run_of(3, 1, frozenset(), -1, -1, 1000)
+    calm = [StepRecord(StepScalars(step=s, loss=2.0)) for s in range(150, 250)]
+    written(tmp_path, records)
+    written(tmp_path, calm)
+    survived = live([r for r in records if r.step < 150] + calm)
+    superseded = [a for a in load(tmp_path).alerts if a.superseded]
+    assert superseded
+    told = replay(tmp_path)
+    assert [a for a in told if a.superseded] == superseded
+    assert tuple(a for a in told if not a.superseded) == survived
+
+
+def test_the_frame_of_a_run_replays_like_the_run(tmp_path):
+    records = [r for r in run_of(3, 1, frozenset(), -1, -1, 1000) if r.observations]
+    written(tmp_path, records)
+    run = load(tmp_path)
+    frame = run.frame().merge(run.scalars.drop(columns="wall_time"), on="step")
+    assert replay(frame) == live(records) != ()
+
+
 def test_rules_can_be_given():
     records = run_of(0, 1, frozenset(), 50, -1, 1000)
     assert replay(Recorded(records), rules=()) == ()
@@ -151,6 +192,13 @@ def plain(steps=200, layer="a", **columns):
 def test_layers_may_be_numbers():
     (alert,) = replay(plain(160, layer=7))
     assert (alert.layer, alert.layer_index, alert.statistic) == ("7", 7, "abs_max_logit")
+
+
+def test_a_categorical_layer_column_says_the_order_of_the_layers():
+    order = ["b", "a"]
+    frame = plain(160).assign(layer=pd.Categorical(["a"] * 160, categories=order))
+    (alert,) = replay(frame)
+    assert (alert.layer, alert.layer_index) == ("a", 1)
 
 
 def test_a_frame_without_loss_is_judged_without():

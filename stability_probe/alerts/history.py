@@ -44,7 +44,7 @@ class History:
         first: the first step of the run.
         start: the first step of the phase.
         record: the newest record.
-        measured: the newest record that was measured; None before the first.
+        measured: the newest record that was measured; None before the first of the phase.
         fresh_bad: the newest record's `first_bad` entries that no earlier record had.
         bad_at: the step of the newest record with a fresh entry that masking cannot explain.
         loss_given: whether any loss has been given since the run began.
@@ -156,7 +156,7 @@ class History:
 
     def _restart(self, scalars: StepScalars) -> None:
         self.start, self._phase = scalars.step, scalars.phase
-        self.measured = None
+        self.measured, self.bad_at = None, None
         self._growth.clear()
         for track in (self.logits, self.entropy, self._train_loss, self._eval_loss):
             track.clear()
@@ -164,7 +164,8 @@ class History:
         self._kinds = [None] * len(self._kinds)
 
     def _rewind(self, step: int) -> None:
-        self.start, self.measured = min(self.start, step), None
+        self.start = min(self.start, step)
+        self.measured, self.bad_at = None, None
         self._growth.clear()
         for track in (self.logits, self.entropy, self._train_loss, self._eval_loss):
             track.rewind(step)

@@ -1,0 +1,1 @@
+"""`stability-probe demo`: a real divergence, announced before the loss shows it."""

@@ -52,7 +52,7 @@ class GrowthTest:
         row_L = series.reference_rows(self.window)
         then_L = np.where(row_L >= 0, series.smooth[row_L, np.arange(len(row_L))], np.nan)
         armed_L = np.isfinite(now_L) & np.isfinite(then_L)
-        grown_L = armed_L & (now_L > self.level) & (now_L >= self.factor * np.maximum(then_L, 0.0))
+        grown_L = armed_L & (now_L > self.level) & (now_L >= self.factor * then_L)
         return Growth(now_L, then_L, row_L, series.steps[row_L], armed_L, grown_L)
 
 

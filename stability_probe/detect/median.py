@@ -28,6 +28,6 @@ def row_medians(values_NM: Float64) -> Float64:
         known_N = samples - np.count_nonzero(np.isnan(values_NM), axis=1)
         rows_N = np.arange(len(values_NM))
         low_N = ordered_NM[rows_N, np.maximum(known_N - 1, 0) // 2]
-        high_N = ordered_NM[rows_N, np.minimum(known_N // 2, samples - 1)]
+        high_N = ordered_NM[rows_N, known_N // 2]
     medians_N: Float64 = (low_N + high_N) / 2
     return medians_N

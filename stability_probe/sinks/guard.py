@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from stability_probe.sinks import Event, Sink
 
@@ -15,10 +15,17 @@ class GuardedSinks:
     """
 
     def __init__(self, sinks: Iterable[Sink], *, strict: bool = False) -> None:
-        self._sinks = tuple(sinks)
+        self._sinks = list(sinks)
         self._strict = strict
         self._failing: set[int] = set()
         self._failures: list[tuple[str, Exception]] = []
+
+    def add(self, make: Callable[[], Sink]) -> None:
+        """Makes one more sink; a failure to make it is a failure like any other."""
+        try:
+            self._sinks.append(make())
+        except Exception as error:
+            self._failed(make, error)
 
     def emit(self, event: Event) -> None:
         """Gives every sink the event."""
@@ -43,7 +50,7 @@ class GuardedSinks:
         taken, self._failures = self._failures, []
         return taken
 
-    def _failed(self, sink: Sink, error: Exception) -> None:
+    def _failed(self, sink: object, error: Exception) -> None:
         if self._strict:
             raise error
         if id(sink) not in self._failing:

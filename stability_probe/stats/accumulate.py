@@ -60,7 +60,7 @@ def read(call: AttentionCall, *, full: bool) -> tuple[Rows, Accumulators]:
             "output": call.output_BHQE,
         }
         bad = {n: count_nonfinite(x.detach()) for n, x in tensors.items() if x is not None}
-        rows = row_pass(call, bad, full=full)
+        rows = row_pass(call, bad.get("k"), full=full)
         return rows, _reduce(call, rows, bad, full=full)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from stability_probe.records import AttentionCall
 from stability_probe.stats.masks import MaskTile, guess_masked, hide, mask_tile, split_masks
 from stability_probe.stats.precision import FLOAT16_MAX
-from stability_probe.stats.rowsums import INF, Rows, buffers, finish_rows, sum_rows
+from stability_probe.stats.rowsums import FLOOR, INF, Rows, buffers, finish_rows, sum_rows
 from stability_probe.stats.tiles import Products, Sizes, Tile, per_pair
 
 
@@ -93,8 +93,8 @@ def _form_scores(
         S.add_(mask.bias)
     # -inf under an additive mask is the mask at work; NaN and +inf are faults it cannot hide
     checked = S
-    if mask.unbiased is not None:
-        checked = torch.maximum(S, hide(1 - mask.unbiased), out=scratch)
+    if mask.shield is not None:
+        checked = torch.maximum(S, mask.shield, out=scratch)
     torch.sub(checked, checked, out=scratch).ne_(0)
     if mask.kept is not None:
         scratch.mul_(mask.kept)
@@ -157,13 +157,14 @@ def _leak(
 ) -> None:
     """The largest weight that the run's softmax gives to a key under a finite additive mask."""
     masked = 1 - unbiased
-    everything = S
     if kept is not None:
         masked = masked * kept
-        everything = S + hide(kept)
-    total = torch.logsumexp(everything, -1)
     torch.add(S, hide(masked), out=scratch)
-    out["leak"].copy_((scratch.amax(-1) - total).exp_())
+    largest = scratch.amax(-1, keepdim=True)
+    everything = S if kept is None else torch.add(S, hide(kept), out=scratch)
+    top = torch.nan_to_num(everything.amax(-1, keepdim=True), neginf=0.0)
+    weights = torch.sub(everything, top, out=scratch).clamp_min_(FLOOR).exp_()
+    out["leak"].copy_((largest - top).exp_().div_(weights.sum(-1, keepdim=True)).squeeze(-1))
 
 
 def _score_numbers(dtype: torch.dtype, S: Tensor, scratch: Tensor, out: dict[str, Tensor]) -> None:

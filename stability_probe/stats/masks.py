@@ -32,6 +32,7 @@ class MaskTile:
     unbiased: Tensor | None  # 0 where that sum masks the key, else 1
     visible: Tensor | None  # kept x unbiased
     hidden: Tensor | None  # what to add to a finite score: -inf where not visible
+    shield: Tensor | None  # 0 where an additive mask drops the key, else -inf
 
 
 def mask_tile(
@@ -55,7 +56,14 @@ def mask_tile(
             bias = part if bias is None else bias + part
     unbiased = None if bias is None else torch.gt(bias, MASKED_BIAS).to(torch.float32)
     visible = kept if unbiased is None else unbiased if kept is None else kept * unbiased
-    return MaskTile(kept, bias, unbiased, visible, None if visible is None else hide(visible))
+    return MaskTile(
+        kept,
+        bias,
+        unbiased,
+        visible,
+        hidden=None if visible is None else hide(visible),
+        shield=None if unbiased is None else hide(1 - unbiased),
+    )
 
 
 def split_masks(masks: Sequence[Tensor], sizes: Sizes) -> tuple[Tensor, ...]:

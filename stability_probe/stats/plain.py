@@ -18,7 +18,7 @@ from stability_probe.stats.tiles import Products, Sizes
 
 
 def plain_pass(
-    products: Products, sizes: Sizes, rows: Rows, bad_BGRQ: Tensor, bad_BGK: Tensor, *, causal: bool
+    products: Products, sizes: Sizes, rows: Rows, bad_BGK: Tensor, *, causal: bool
 ) -> None:
     """Fill the default row numbers.
 
@@ -26,8 +26,7 @@ def plain_pass(
         products: what fills the tiles.
         sizes: of the call.
         rows: to fill.
-        bad_BGRQ: bool, the queries with a value that is not finite.
-        bad_BGK: bool, the keys with one.
+        bad_BGK: bool, the keys with a value that is not finite.
         causal: whether key j is hidden from query i wherever j > i.
     """
     products = _repair_keys(products, ~bad_BGK)
@@ -47,7 +46,7 @@ def plain_pass(
         sum_rows(S, scratch, out)
     _count_visible(rows, sizes, causal=causal)
     finish_rows(rows)
-    _count_trouble(rows, bad_BGRQ, bad_BGK, causal=causal)
+    _count_trouble(rows, bad_BGK, causal=causal)
     for name in ("largest", "smallest"):
         rows["raw_" + name].copy_(rows[name])
 
@@ -78,21 +77,22 @@ def _count_visible(rows: Rows, sizes: Sizes, *, causal: bool) -> None:
     rows["visible"].copy_(seen_Q.clamp_max_(float(sizes.K)))
 
 
-def _count_trouble(rows: Rows, bad_BGRQ: Tensor, bad_BGK: Tensor, *, causal: bool) -> None:
-    """Fill `trouble` from bad keys and queries, and take what they spoilt from the extrema."""
+def _count_trouble(rows: Rows, bad_BGK: Tensor, *, causal: bool) -> None:
+    """Fill `trouble`, and take what bad keys and queries spoilt from the extrema.
+
+    A row of scores that are not finite, for its query or for a product beyond float32, is counted
+    where it shows: at its extrema.
+    """
     bad_keys_BGK = bad_BGK.to(torch.int32)
     if causal:
-        Q, K = bad_BGRQ.shape[3], bad_BGK.shape[-1]
+        Q, K = rows.table.shape[-1], bad_BGK.shape[-1]
         last_Q = torch.arange(Q, device=bad_BGK.device).clamp_max_(K - 1)
         lost = bad_keys_BGK.cumsum(-1).index_select(-1, last_Q).unsqueeze(2)
     else:
         lost = bad_keys_BGK.sum(-1)[:, :, None, None]
-    trouble = torch.where(bad_BGRQ, rows["visible"], lost.to(torch.float32))
-    alive = trouble < rows["visible"]
-    # q and k are finite and their product is not: counted where it shows, at the row's extrema
-    overflow = (~torch.isfinite(rows["largest"])).to(torch.float32)
-    overflow += ~torch.isfinite(rows["smallest"])
-    rows["trouble"].copy_(trouble + alive * overflow)
-    for name, absent in (("largest", -INF), ("smallest", INF)):
-        usable = alive & torch.isfinite(rows[name])
-        rows[name].copy_(torch.where(usable, rows[name], absent))
+    alive = lost < rows["visible"]
+    extrema = {"largest": -INF, "smallest": INF}
+    usable = {name: alive & torch.isfinite(rows[name]) for name in extrema}
+    rows["trouble"].copy_(lost + sum((alive & ~ok).to(torch.float32) for ok in usable.values()))
+    for name, absent in extrema.items():
+        rows[name].copy_(torch.where(usable[name], rows[name], absent))

@@ -24,7 +24,7 @@ from torch import Tensor
 from stability_probe.stats.tiles import Sizes, Tile, cut
 
 INF = float("inf")
-_FLOOR = -43.0
+FLOOR = -43.0
 
 DEFAULT_ROWS = (
     "largest",  # max of S over visible, finite entries; -inf: there is none
@@ -104,7 +104,7 @@ def sum_rows(shifted: Tensor, scratch: Tensor, out: dict[str, Tensor]) -> None:
     """
     torch.amin(shifted, -1, out=out["smallest"])
     torch.sum(shifted, -1, out=out["gap"])
-    shifted.clamp_min_(_FLOOR)
+    shifted.clamp_min_(FLOOR)
     e = torch.exp(shifted, out=scratch)
     torch.sum(e, -1, out=out["ones"])
     e.frac_()

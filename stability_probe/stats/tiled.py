@@ -6,24 +6,21 @@ device: shapes and flags alone decide what runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
 from stability_probe.records import AttentionCall
 from stability_probe.stats.general import general_pass
 from stability_probe.stats.plain import plain_pass
 from stability_probe.stats.rowsums import Rows, empty_rows
-from stability_probe.stats.tiles import products_of, sizes_of, split_heads
+from stability_probe.stats.tiles import products_of, sizes_of
 
 
-def row_pass(call: AttentionCall, bad: Mapping[str, Tensor], *, full: bool) -> Rows:
+def row_pass(call: AttentionCall, bad_keys_BGK: Tensor | None, *, full: bool) -> Rows:
     """The row numbers of one call. Call it inside `precision.full_float32`.
 
     Args:
         call: the attention call.
-        bad: for "q" [B, H, Q] and "k" [B, G, K], how many values of a row are not finite; read
-            only where the call has q and k.
+        bad_keys_BGK: how many values of each key are not finite; None where the call has no k.
         full: all of `rowsums.FULL_ROWS`, else `rowsums.DEFAULT_ROWS`.
 
     Returns:
@@ -41,10 +38,9 @@ def row_pass(call: AttentionCall, bad: Mapping[str, Tensor], *, full: bool) -> R
         return rows
     products = products_of(call, sizes)
     masked = bool(call.masks) or call.softcap is not None or call.scores_BHQK is not None
-    if products is None or masked or full:
+    if products is None or bad_keys_BGK is None or masked or full:
         dtype = call.dtype or given.dtype
         general_pass(call, products, sizes, rows, dtype=dtype, full=full)
     else:
-        bad_BGRQ, bad_BGK = split_heads(bad["q"] > 0, sizes), bad["k"] > 0
-        plain_pass(products, sizes, rows, bad_BGRQ, bad_BGK, causal=call.causal)
+        plain_pass(products, sizes, rows, bad_keys_BGK > 0, causal=call.causal)
     return rows

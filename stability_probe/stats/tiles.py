@@ -17,8 +17,9 @@ from torch import Tensor
 from stability_probe.records import AttentionCall
 
 _CPU_TILE = 2**18  # scores: 1 MB of float32, which stays in a core's cache
+_CPU_CAUSAL_ROWS = 64  # more rows waste more of the square on the diagonal
 _DEVICE_TILE = 2**24  # elsewhere each launch costs more than the memory: 64 MB
-_CAUSAL_ROWS = 64  # more rows waste more of the square on the diagonal
+_DEVICE_CAUSAL_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,11 @@ def sizes_of(call: AttentionCall) -> Sizes:
 def cut(sizes: Sizes, *, causal: bool, device_type: str) -> Iterator[Tile]:
     """Tiles that together hold every row once, each small enough to stay in cache."""
     B, G, R, Q, K = sizes.B, sizes.G, sizes.R, sizes.Q, sizes.K
-    budget = _CPU_TILE if device_type == "cpu" else _DEVICE_TILE
-    most = max(16, budget // (R * K))
-    rows = min(Q, most, max(_CAUSAL_ROWS // R, 16) if causal else most)
+    cpu = device_type == "cpu"
+    budget = _CPU_TILE if cpu else _DEVICE_TILE
+    rows = min(Q, max(16, budget // (R * K)))
+    if causal:
+        rows = min(rows, max(16, (_CPU_CAUSAL_ROWS if cpu else _DEVICE_CAUSAL_ROWS) // R))
     for start in range(0, Q, rows):
         query = slice(start, min(start + rows, Q))
         keys = min(query.stop, K) if causal else K

@@ -78,6 +78,20 @@ def test_the_worst_layer_and_its_growing_heads_are_named():
     assert "heads 0, 2" in alert.message
 
 
+def test_of_two_growing_layers_the_larger_is_named():
+    layers = {
+        "small": lambda s: {"qk_abs_max_logit": runaway(s)},
+        "large": lambda s: {"qk_abs_max_logit": 1.2 * runaway(s)},
+        "same": lambda s: {"qk_abs_max_logit": 1.2 * runaway(s)},
+    }
+
+    def falling_until_280(step):
+        return 5.0 * 0.99 ** min(step, 240)
+
+    (alert,) = watch(stream(range(1, 300), layers, loss=falling_until_280), RULES)
+    assert alert.layer == "large"  # of equals the first in layer order
+
+
 def test_one_head_of_four_does_not_move_the_median():
     lone = {"a": lambda s: {"qk_abs_max_logit": [runaway(s), 5.0, 5.0, 5.0]}}
     assert watch(stream(range(1, 400), lone), RULES) == []
@@ -234,10 +248,14 @@ def test_another_statistic_takes_over_without_looking_like_growth():
 
 
 def test_a_run_that_goes_back_is_judged_by_the_steps_it_keeps():
-    forth = stream(range(1, 255), {"a": growing})
-    again = stream(range(200, 300), {"a": lambda s: {"qk_abs_max_logit": 10.0}})
-    assert watch(forth + again, RULES) == []
-    assert told(watch(forth + stream(range(255, 300), {"a": growing}), RULES))[0][0] == 260
+    def failed(step):
+        return {"qk_abs_max_logit": 25.0 if step < 200 else 3.0}
+
+    forth = stream(range(1, 255), {"a": failed})
+    again = stream(range(200, 300), {"a": lambda s: {"qk_abs_max_logit": 31.0}})
+    assert watch(forth + again, RULES) == []  # 31 after 25: the 3 in between never was
+    grown = stream(range(200, 300), {"a": lambda s: {"qk_abs_max_logit": 40.0}})
+    assert told(watch(forth + grown, RULES)) == [(205, "logit_growth", "warning")]
 
 
 def test_one_nan_loss_does_not_blind_the_rule():

@@ -50,6 +50,14 @@ def test_the_sentinel_speaks_for_both_too():
     assert told(watch(records, RULES)) == [(5, "nonfinite", "critical")]
 
 
+@pytest.mark.parametrize("again", [{"step": 3}, {"step": 7, "phase": "after the crash"}])
+def test_an_old_event_does_not_excuse_a_bad_loss_after_going_back(again):
+    bad = record(5, loss=math.nan, first_bad=(FirstBad("a", 0, "q", 4),))
+    step = again.pop("step")
+    alerts = watch([record(1, CALM, loss=2.0), bad, record(step, loss=math.nan, **again)], RULES)
+    assert told(alerts) == [(5, "nonfinite", "critical"), (step, "nonfinite_loss", "critical")]
+
+
 def test_masked_rows_do_not_excuse_a_bad_loss():
     bad = (FirstBad("a", 0, "output", 4, explained=True),)
     alerts = watch([record(1, CALM), record(5, loss=math.nan, first_bad=bad)], RULES)

@@ -67,6 +67,7 @@ def test_falling_is_unknown_until_the_loss_reaches_back():
 def test_a_negative_loss_falls_too():
     assert track(np.linspace(-1.0, -3.0, 100)).falling(100, within=40, drop=0.05) is True
     assert track(np.linspace(-3.0, -1.0, 100)).falling(100, within=40, drop=0.05) is False
+    assert track([-3.0] * 50 + [-2.95] * 50).falling(100, within=40, drop=0.05) is False
 
 
 def test_a_rare_loss_is_compared_with_the_one_before_and_held_between():

@@ -124,6 +124,27 @@ def test_nothing_waits_for_the_device(full: bool):
     assert "bmm" in watch.seen
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_collapsed_heads_make_no_denormals(full: bool):
+    """Products with denormals cost forty times as much: neither e nor e^2 may be one."""
+
+    class Weights(TorchDispatchMode):
+        smallest = 1.0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.exp.out:
+                self.smallest = min(self.smallest, out.double().amin().item())
+            return out
+
+    q = 200 * torch.randn(1, 2, 40, 8)
+    for call in (AttentionCall(layer="a", q_BHQD=q, k_BGKD=q, causal=c) for c in (False, True)):
+        with Weights() as weights:
+            accumulate(call, full=full)
+        assert weights.smallest < 1e-15
+        assert weights.smallest**2 >= torch.finfo(torch.float32).tiny
+
+
 def test_the_watch_sees_what_waits():
     x = torch.ones(3)
     for wait in (lambda: x[x > 0], lambda: x.sum().item(), lambda: bool(x[0]), x.nonzero):
@@ -133,12 +154,12 @@ def test_the_watch_sees_what_waits():
 
 @pytest.mark.parametrize("full", [False, True])
 def test_no_tensor_of_the_size_of_the_scores(full: bool):
-    T, H = 2048, 2
+    T, H = 1024, 1
     for call in some_calls(T=T, H=H)[:4]:
         with Watch() as watch:
             accumulate(call, full=full)
         # a tile, or what is per query or key: never T x T
-        assert watch.largest <= max(tiles._CPU_TILE, 40 * 2 * H * T) < T * T
+        assert watch.largest <= max(tiles._CPU_TILE, 60 * 2 * H * T) < T * T
 
 
 @pytest.mark.parametrize("full", [False, True])

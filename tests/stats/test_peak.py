@@ -17,7 +17,7 @@ from stability_probe.stats.finish import finish
 NAMES = ("peak_logit", "peak_q_norm", "peak_k_norm", "peak_cosine", "scale")
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     seed=st.integers(0, 2**31),
     causal=st.booleans(),

@@ -234,6 +234,8 @@ def test_a_finite_mask_that_large_logits_get_past():
     assert values["qk_abs_max_logit"].item() == 0
     assert of_scores(scores, masks=(mask,))["mask_leak"].item() == 3
     assert measure(q, k, mask=mask == 0, scale=1.0)["mask_leak"].item() == 0
+    dropped_too = AttentionCall(layer="a", q_BHQD=q, k_BGKD=k, masks=(mask, mask == 0))
+    assert both(dropped_too)[1]["mask_leak"].item() == 0
 
 
 def test_an_infinity_under_an_additive_mask_is_a_fault_and_under_a_bool_mask_is_not():
@@ -299,6 +301,18 @@ def test_the_first_cause_wins():
         for values in both(AttentionCall(layer="a", **tensors)):
             assert values["nonfinite"].item() == bad[name]
     assert [values[f"nonfinite_{n}"].item() for n in bad] == list(bad.values())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_bad_keys_at_the_start(causal: bool):
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 2, 9, 4, generator=g), torch.randn(1, 2, 9, 4, generator=g)
+    k[:, :, :2], k[:, 1, 5] = torch.inf, torch.nan
+    k[:, :, 2] = 10 * q[:, :, 0]  # huge for the first query, which causal order does not let see it
+    want = statistics(q, k, causal=causal)
+    for values in both(AttentionCall(layer="a", q_BHQD=q, k_BGKD=k, causal=causal)):
+        for name in ("abs_max_logit", "qk_abs_max_logit", "entropy", "nonfinite"):
+            np.testing.assert_allclose(values[name].numpy(), want[name], rtol=1e-6, err_msg=name)
 
 
 def test_bad_output_of_rows_that_see_nothing_is_told_apart():

@@ -133,3 +133,19 @@ def test_given_scores(call, tile, with_pairs, with_masks):
         if not with_pairs:
             for name in ("qk_abs_max_logit", "fp16_headroom_log2", "q_norm_max", "nonfinite_q"):
                 assert np.isnan(measured(call, full=True)[name]).all()
+
+
+def test_a_mask_of_each_head_over_several_tiles():
+    g = torch.Generator().manual_seed(0)
+    call = AttentionCall(
+        layer="a",
+        q_BHQD=torch.randn(2, 4, 20, 3, generator=g),
+        k_BGKD=torch.randn(2, 2, 9, 3, generator=g),
+        masks=(torch.rand(2, 4, 20, 9, generator=g) < 0.5,),
+        dtype=torch.float32,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "_CPU_TILE", TINY_TILE)
+        assert len(list(tiles.cut(tiles.sizes_of(call), causal=False, device_type="cpu"))) == 8
+        assert_same(measured(call, full=True), expected(call), call)
+        assert_same(measured(call, full=False), expected(call), call)
