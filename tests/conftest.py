@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Iterator
 
 import pytest
+
+# One thread, here and in the processes that tests start: small tensors, and shared machines.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -118,21 +118,19 @@ def _gaps(start: int, places: Sequence[BatchPlace], stop: int) -> Iterator[range
 def _orphans(
     file: BinaryIO, span: range, stream: Stream, part: int, warn: Warn
 ) -> Iterator[StoredStep]:
-    for offset, size, message in _messages(file, span, stream.path.name, warn):
+    for offset, data in _messages(file, span, stream.path.name, warn):
         try:
-            batch = read_batch(message, stream.head)
+            batch = read_batch(data, stream.head)
         except UNREADABLE as error:
             warn(f"{stream.path.name}: no record batch at byte {offset} ({error})")
             continue
         scalars = StepScalars(step=int(label(batch, "step")[0]))
-        place = BatchPlace(part, offset, size, 0, statistics=None)
+        place = BatchPlace(part, offset, len(data), zlib.crc32(data), statistics=None)
         yield StoredStep(StepLine(scalars, level_of(batch), place), stream)
 
 
-def _messages(
-    file: BinaryIO, span: range, name: str, warn: Warn
-) -> Iterator[tuple[int, int, pa.Message]]:
-    """The Arrow messages in a part of the file: offset, size, message."""
+def _messages(file: BinaryIO, span: range, name: str, warn: Warn) -> Iterator[tuple[int, bytes]]:
+    """The Arrow messages in a part of the file, each with its offset."""
     start = span.start
     while start < span.stop:
         file.seek(start)
@@ -140,8 +138,8 @@ def _messages(
         source, done = pa.BufferReader(chunk), 0
         try:
             while True:
-                message = pa.ipc.read_message(source)
-                yield start + done, source.tell() - done, message
+                pa.ipc.read_message(source)
+                yield start + done, chunk[done : source.tell()]
                 done = source.tell()
         except UNREADABLE:
             if done == 0:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from stability_probe.records import Float32
     from stability_probe.runlog.lines import BatchPlace
 
+_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
 MAX_UNPACKED = 2**28  # bytes of one record batch; 128 layers x 128 heads fill 4 MB
 UNREADABLE = (
     pa.ArrowException,
@@ -53,7 +54,7 @@ UNREADABLE = (
 class StreamHead:
     """What the first message of an observations file says."""
 
-    schema: pa.Schema
+    schema: bytes  # the message, without its metadata
     statistics: tuple[str, ...]  # the columns that hold one
     layers: tuple[tuple[int, str], ...]  # (layer index, canonical name)
     header: bytes  # of the run, not yet decoded
@@ -80,23 +81,31 @@ def read_head(data: bytes) -> StreamHead:
         if field.name not in IDENTITY and field.type == statistic_type(field.name)
     )
     version = int(metadata[VERSION_KEY])
-    layers = decode_layers(schema)
-    return StreamHead(schema, statistics, layers, metadata[HEADER_KEY], version, source.tell())
+    return StreamHead(
+        schema=bytes(schema.remove_metadata().serialize()),
+        statistics=statistics,
+        layers=decode_layers(schema),
+        header=metadata[HEADER_KEY],
+        version=version,
+        size=source.tell(),
+    )
 
 
-def read_batch(data: bytes | pa.Message, head: StreamHead) -> pa.RecordBatch:
+def read_batch(data: bytes, head: StreamHead) -> pa.RecordBatch:
     """Reads one record batch.
 
     Raises:
         One of `UNREADABLE`: it is damaged, of another stream, or unpacks to more than
             `MAX_UNPACKED`.
     """
-    message = pa.ipc.read_message(pa.py_buffer(data)) if isinstance(data, bytes) else data
+    message = pa.ipc.read_message(pa.py_buffer(data))
     if message.type != "record batch":
         raise ValueError(f"got a {message.type}, expected a record batch")
     if _unpacked_size(message) > MAX_UNPACKED:
         raise ValueError(f"a record batch of more than {MAX_UNPACKED} bytes")
-    batch = pa.ipc.read_record_batch(message, head.schema)
+    # A stream of its own, since `pa.ipc.read_record_batch` cannot be kept to one thread.
+    with pa.ipc.open_stream(pa.py_buffer(head.schema + data), options=_OPTIONS) as stream:
+        batch = stream.read_next_batch()
     batch.validate()
     if batch.num_rows == 0 or any(batch.column(name).null_count for name in IDENTITY):
         raise ValueError("rows without a step, layer or head")

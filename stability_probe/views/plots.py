@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from stability_probe.records import Severity
-from stability_probe.views import style
+from stability_probe.records import Alert, Origin, Severity
+from stability_probe.views import panels, style
 from stability_probe.views.series import (
     Curve,
     Episode,
     Recorded,
     entropy_ratio,
     episodes,
+    largest,
     largest_logit,
     nonfinite_steps,
     scalar_curve,
     step_range,
-    worst,
 )
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-NOT_FINITE = "not finite"
-_LOSS = "Loss"
-_LOGIT = "Largest attention logit"
-_ENTROPY = "Attention entropy / ln(visible keys)"
-_NAMED_LAYERS = 6  # of more layers, only the three highest are named
 
 
 def overview(run: Recorded, *, title: str | None = None) -> Figure:
@@ -48,18 +38,20 @@ def overview(run: Recorded, *, title: str | None = None) -> Figure:
         A figure of 1000 x 800 pixels, for `figure.savefig(path)`.
     """
     frame, found = run.frame(), episodes(run.alerts)
-    first, last = step_range(run.scalars, frame)
+    layers = largest_logit(frame)
+    losses = {"train": scalar_curve(run, "loss"), "evaluation": scalar_curve(run, "eval_loss")}
+    first, last = step_range([run], [frame])
     figure = style.new_figure(width=1000, height=800, title=title or _what_alerted(found, last))
     lanes = max(len({episode.alert.severity for episode in found}), 1)
-    panels = figure.subplots(4, 1, sharex=True, height_ratios=[0.2 + 0.25 * lanes, 2, 2, 2])
-    _alerts_panel(panels[0], found, last=last)
-    _loss_panel(panels[1], run.scalars)
-    _logit_panel(panels[2], frame)
-    _entropy_panel(panels[3], frame)
-    for panel in panels[1:]:
-        for step, severity in _worrying(found):
-            panel.axvline(step, color=style.SEVERITY[severity], linewidth=1, zorder=1)
-    style.step_axis(panels[-1], first, last)
+    axes = figure.subplots(4, 1, sharex=True, height_ratios=[0.25 * lanes, 2, 2, 2])
+    style.step_axis(axes[-1], first, last)
+    panels.alerts_panel(axes[0], found, last=last)
+    panels.loss_panel(axes[1], _given(losses), colours=panels.LOSSES)
+    panels.logit_panel(axes[2], layers, colours=style.depth_colours(layers))
+    style.cross(axes[2], nonfinite_steps(frame), text=panels.NOT_FINITE)
+    panels.entropy_panel(axes[3], entropy_ratio(frame), colours=panels.HEADS)
+    for panel in axes[1:]:
+        panels.alert_lines(panel, found)
     return figure
 
 
@@ -71,12 +63,13 @@ def collapse(
 ) -> Figure:
     """Did attention give way before the loss did, and how many steps before?
 
-    The loss, the largest logit of all heads (log scale) and the entropy ratio of the median head
-    of each run, over each other. Where a run diverged, its first warning and the divergence are
-    marked, and the steps between them are shaded: the time there was to act.
+    The loss (on the evaluation batch, where every run has it), the largest logit of all heads
+    (log scale) and the entropy ratio of the median head of each run, over each other. Where a
+    run diverged, its first warning and the divergence are marked and the steps between them are
+    shaded: the time there was to act.
 
     Args:
-        runs: Name to run, four at most; the one that fails first is best drawn first.
+        runs: Name to run, four at most, drawn in this order; the one that fails comes first.
         diverged: Name to the step at which that run's loss diverged; a plot does not judge that.
         title: Over the figure; by default it says the lead of the first run that diverged.
 
@@ -89,17 +82,64 @@ def collapse(
     diverged = diverged or {}
     if not 1 <= len(runs) <= len(style.RUNS) or not diverged.keys() <= runs.keys():
         raise ValueError(
-            f"got runs {list(runs)} and diverged {list(diverged)}: expected one to "
+            f"got the runs {list(runs)} and diverged {list(diverged)}: expected one to "
             f"{len(style.RUNS)} runs, and only their names in diverged. Leave the others out."
         )
-    warned = {name: _first_warning(run) for name, run in runs.items()}
-    leads = [(name, warned[name], step) for name, step in diverged.items()]
+    found = {name: _first_warning(episodes(run.alerts)) for name, run in runs.items()}
+    warned = {name: alert for name, alert in found.items() if alert is not None}
+    figure = style.new_figure(width=1000, height=760, title=title or _lead(warned, diverged))
+    axes = figure.subplots(3, 1, sharex=True)
+    _draw_runs(axes, runs)
+    for name in runs:
+        panels.lead_marks(axes, warned=warned.get(name), diverged=diverged.get(name))
+    return figure
+
+
+def _draw_runs(axes: Sequence[Axes], runs: Mapping[str, Recorded]) -> None:
     frames = {name: run.frame() for name, run in runs.items()}
-    figure = style.new_figure(width=1000, height=760, title=title or _what_came_first(leads))
-    loss, logit, entropy = panels = figure.subplots(3, 1, sharex=True)
-    for (name, run), colour in zip(runs.items(), style.RUNS, strict=False):
-        frame = frames[name]
-        _run_line(loss, scalar_curve(run.scalars, "loss"), name, colour)
-        _run_line(logit, worst(largest_logit(frame).values()), name, colour)
-        _run_line(entropy, entropy_ratio(frame).get("median"), name, colour)
-    ...
+    colours = dict(zip(runs, style.RUNS, strict=False))
+    losses = _given({name: scalar_curve(run, "eval_loss") for name, run in runs.items()})
+    title = "Loss on the evaluation batch"
+    if len(losses) < len(runs):
+        losses = _given({name: scalar_curve(run, "loss") for name, run in runs.items()})
+        title = "Loss"
+    logits = _given({name: largest(largest_logit(f).values()) for name, f in frames.items()})
+    ratios = _given({name: entropy_ratio(f).get("median head") for name, f in frames.items()})
+    style.step_axis(axes[-1], *step_range(runs.values(), frames.values()))
+    panels.loss_panel(axes[0], losses, colours=colours, title=title, headroom=0.4)
+    panels.logit_panel(axes[1], logits, colours=colours, title=panels.ALL_LOGITS)
+    panels.entropy_panel(axes[2], ratios, colours=colours, title=panels.MEDIAN_ENTROPY)
+    for frame in frames.values():
+        style.cross(axes[1], nonfinite_steps(frame), text=panels.NOT_FINITE)
+
+
+def _given(curves: Mapping[str, Curve | None]) -> dict[str, Curve]:
+    return {name: curve for name, curve in curves.items() if curve is not None}
+
+
+def _first_warning(found: Sequence[Episode]) -> Alert | None:
+    """The first alert that is no info, and is about the run rather than the probe's own work."""
+    alerts = (episode.alert for episode in found)
+    return next(
+        (a for a in alerts if a.severity is not Severity.INFO and a.origin is Origin.RULE), None
+    )
+
+
+def _what_alerted(found: Sequence[Episode], last: int) -> str:
+    if not found:
+        return f"No alerts in {last:,} steps"
+    first = _first_warning(found) or found[0].alert
+    count = "1 alert" if len(found) == 1 else f"{len(found)} alerts"
+    return f"{count} in {last:,} steps; first {first.severity}: {first.rule} at step {first.step:,}"
+
+
+def _lead(warned: Mapping[str, Alert], diverged: Mapping[str, int]) -> str:
+    if not diverged:
+        return "No run diverged"
+    name, step = next(iter(diverged.items()))
+    if name not in warned:
+        return f"{name}: the loss diverged at step {step:,} without a warning"
+    lead = step - warned[name].step
+    if lead > 0:
+        return f"{name}: the first warning came {lead:,} steps before the loss diverged"
+    return f"{name}: the first warning came {-lead:,} steps after the loss had diverged"

@@ -10,13 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from stability_probe.records import Alert, State
-from stability_probe.sinks.tags import MAX_LOGIT
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Steps = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
+
+# The first that a layer has is its largest logit: before bias and soft-cap, where known.
+_MAX_LOGIT = ("qk_abs_max_logit", "abs_max_logit", "max_logit")
 
 
 class Recorded(Protocol):
@@ -66,10 +68,16 @@ class Curve:
 
     @property
     def line(self) -> Curve:
-        """The finite points, with a NaN at each gap: a line through them breaks there."""
+        """The finite points, and NaN at each gap: a line through them breaks there."""
         gap = self._is_gap()
         keep = gap | np.isfinite(self.values)
         return Curve(self.steps[keep], np.where(gap, np.nan, self.values)[keep])
+
+    @property
+    def end(self) -> float:
+        """The last number; minus infinity where there is none."""
+        values = self.finite.values
+        return float(values[-1]) if len(values) else float("-inf")
 
     def _is_gap(self) -> npt.NDArray[np.bool_]:
         finite = np.isfinite(self.values)
@@ -85,10 +93,18 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """An alert from its first firing until it resolved; `end` is None where it never did."""
+    """An alert from its firing until it resolved; `end` is None where it never did."""
 
     alert: Alert
     end: int | None
+
+
+def step_range(runs: Iterable[Recorded], frames: Iterable[pd.DataFrame]) -> tuple[int, int]:
+    """The first and the last step that any of them holds; (0, 1) where there is none."""
+    tables = [run.scalars for run in runs] + list(frames)
+    steps = [table["step"].to_numpy(np.int64) for table in tables if len(table)]
+    joined = np.concatenate(steps) if steps else np.array([0, 1])
+    return int(joined.min()), int(joined.max())
 
 
 def scalar_curve(run: Recorded, name: str) -> Curve | None:
@@ -96,7 +112,7 @@ def scalar_curve(run: Recorded, name: str) -> Curve | None:
     scalars = run.scalars
     if name not in scalars or scalars[name].isna().all():
         return None
-    return Curve(scalars["step"].to_numpy(np.int64), scalars[name].to_numpy(np.float64))
+    return Curve(scalars["step"].to_numpy(np.int64), scalars[name].to_numpy().astype(np.float64))
 
 
 def largest_logit(frame: pd.DataFrame) -> dict[str, Curve]:
@@ -104,24 +120,23 @@ def largest_logit(frame: pd.DataFrame) -> dict[str, Curve]:
 
     Before bias and soft-cap where that was recorded, else as softmax received it.
     """
-    present = [name for name in MAX_LOGIT if name in frame]
+    present = [name for name in _MAX_LOGIT if name in frame]
     if not present:
         return {}
     values = frame[present[0]]
     for name in present[1:]:
         values = values.where(values.notna(), frame[name])
-    # In the order of rows, which is the order of layers within a step.
-    table = values.groupby([frame["step"], frame["layer"]], observed=True, sort=False).max()
-    layers = frame["layer"].drop_duplicates()
-    return {str(layer): _curve(table.xs(layer, level="layer")) for layer in layers}
+    worst_heads = values.groupby([frame["layer"], frame["step"]], observed=True).max()
+    in_order = frame["layer"].drop_duplicates()
+    return {str(layer): _curve(worst_heads.loc[layer]) for layer in in_order}
 
 
 def entropy_ratio(frame: pd.DataFrame) -> dict[str, Curve]:
-    """Entropy / ln(visible keys) over all heads of all layers: "median" and "lowest" head."""
+    """Entropy / ln(visible keys) over all heads of all layers: of the median and lowest head."""
     if "entropy_ratio" not in frame:
         return {}
     heads = frame.groupby("step")["entropy_ratio"]
-    return {"median": _curve(heads.median()), "lowest": _curve(heads.min())}
+    return {"median head": _curve(heads.median()), "lowest head": _curve(heads.min())}
 
 
 def nonfinite_steps(frame: pd.DataFrame) -> Steps:
@@ -131,12 +146,12 @@ def nonfinite_steps(frame: pd.DataFrame) -> Steps:
     return np.unique(frame.loc[frame["nonfinite"] > 0, "step"].to_numpy(np.int64))
 
 
-def worst(curves: Iterable[Curve]) -> Curve | None:
+def largest(curves: Iterable[Curve]) -> Curve | None:
     """The largest value at each step over several curves; None without any curve."""
     curves = tuple(curves)
     if not curves:
         return None
-    steps = np.unique(np.concatenate([c.steps for c in curves]))
+    steps = np.unique(np.concatenate([curve.steps for curve in curves]))
     values = np.full(len(steps), np.nan)
     for curve in curves:
         at = np.searchsorted(steps, curve.steps)
@@ -145,7 +160,7 @@ def worst(curves: Iterable[Curve]) -> Curve | None:
 
 
 def episodes(alerts: Iterable[Alert]) -> list[Episode]:
-    """Firing alerts with the step at which their rule resolved in their layer.
+    """Firing alerts, each with the step at which its rule resolved in its layer.
 
     Alerts of steps that a later segment of the run took back are left out.
     """
@@ -161,5 +176,4 @@ def episodes(alerts: Iterable[Alert]) -> list[Episode]:
 
 
 def _curve(series: pd.Series[float]) -> Curve:
-    series = series.sort_index()
     return Curve(series.index.to_numpy(np.int64), series.to_numpy().astype(np.float64))

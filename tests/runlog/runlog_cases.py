@@ -133,7 +133,10 @@ def scalars(draw: st.DrawFn, step: int) -> StepScalars:
     )
     return StepScalars(
         step,
-        *(draw(optional) for _ in range(4)),
+        loss=draw(optional),
+        grad_norm=draw(optional),
+        eval_loss=draw(optional),
+        learning_rate=draw(optional),
         skipped=draw(st.booleans()),
         phase=draw(texts),
         first_bad=tuple(draw(st.lists(bad, max_size=2))),

@@ -18,7 +18,7 @@ from stability_probe.runlog import salvage as salvage_module
 from stability_probe.runlog.schema import FOLDER, FileName, encode_header
 
 MEASURED = (1, 2, 3, 5, 6)
-RECORDS = [record(step, measured=step in MEASURED) for step in range(1, 7)]
+RECORDS = [record(step, layers=1, measured=step in MEASURED) for step in range(1, 7)]
 WARNING = Alert(step=3, rule="r", severity=Severity.WARNING, message="m")
 
 
@@ -290,7 +290,7 @@ def test_lines_in_a_random_order_of_keys_or_of_wrong_types_never_raise(run: Path
     events, _ = files(run)
     line = json.loads(events.read_bytes().splitlines()[0])
     del line["crc"]
-    strange = [None, [], {}, "x", 1.5, True, -1, 2**70, "nan", [[1, 2]], {"a": {}}]
+    strange: list[object] = [None, [], {}, "x", 1.5, True, -1, 2**70, "nan", [[1, 2]], {"a": {}}]
     bodies = []
     for target in (line, line["batch"]):
         for key in list(target):

@@ -141,8 +141,13 @@ def test_plot_hands_the_run_to_the_overview(
             self.saved.append(path)
 
     seen: list[object] = []
+
+    def overview(run: object) -> Figure:
+        seen.append(run)
+        return Figure([])
+
     plots = types.ModuleType("stability_probe.views.plots")
-    plots.overview = lambda run: seen.append(run) or Figure([])  # type: ignore[attr-defined]
+    plots.overview = overview  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "stability_probe.views.plots", plots)
     run = load(write(tmp_path, record(1)))
     assert run.plot().saved == []  # type: ignore[attr-defined]
