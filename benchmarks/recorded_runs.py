@@ -36,7 +36,7 @@ from stability_probe.records import (
     StepRecord,
     StepScalars,
 )
-from stability_probe.replay import replay
+from stability_probe.replaying import replay
 
 COLUMNS = {1: "entropy", 2: "entropy_ratio", 3: "softmax_slope", 4: "jacobian_trace"}
 LEAD = 10  # steps that a warning must come ahead to be of use

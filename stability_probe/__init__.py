@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stability_probe.plan import Plan, every
     from stability_probe.probe import Probe, watch
     from stability_probe.records import Alert, Severity, State
-    from stability_probe.replay import replay
+    from stability_probe.replaying import replay
     from stability_probe.runlog.read import Run, load
     from stability_probe.stats.measure import measure
 
@@ -51,7 +51,7 @@ _HOMES = {
     "every": "plan",
     "load": "runlog.read",
     "measure": "stats.measure",
-    "replay": "replay",
+    "replay": "replaying",
     "watch": "probe",
 }
 
@@ -82,7 +82,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value  # `replay` names a module too: once loaded, the function stays
+    globals()[name] = value
     return value
 
 

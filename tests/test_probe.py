@@ -242,7 +242,7 @@ def test_replay_says_what_live_said(tmp_path: Path) -> None:
 
 
 def test_replay_is_a_function_whatever_was_imported_first() -> None:
-    code = "import stability_probe.probe, stability_probe as sp; assert callable(sp.replay)"
+    code = "import stability_probe.replaying, stability_probe as sp; assert callable(sp.replay)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -72,7 +72,7 @@ def test_w_q_and_w_k_are_their_own_parameters() -> None:
 
 def test_a_width_that_does_not_split() -> None:
     with pytest.raises(
-        ShapeError, match="got width 10 for 4 heads; expected a multiple. Take 8 or 12"
+        ShapeError, match=r"got width 10 for 4 heads; expected a multiple\. Take 8 or 12"
     ):
         Attention(10, 4)
 

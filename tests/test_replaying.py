@@ -19,7 +19,7 @@ from stability_probe.records import (
     StepRecord,
     StepScalars,
 )
-from stability_probe.replay import FrameError, replay
+from stability_probe.replaying import FrameError, replay
 from stability_probe.runlog.read import load
 from stability_probe.runlog.write import RunWriter
 
