@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogFormatter
 
 from stability_probe.records import Alert, Severity
 from stability_probe.views import style
 from stability_probe.views.series import Curve, Episode
 
 NOT_FINITE = "not finite"
+NO_LOSS = "no finite loss"
+MISSING = "missing"
 LAYER_LOGITS = "Largest attention logit, worst head of each layer (log scale)"
 ALL_LOGITS = "Largest attention logit of all heads (log scale)"
 HEAD_ENTROPY = "Attention entropy / ln(visible keys): 1 looks everywhere, 0 at a single key"
 MEDIAN_ENTROPY = "Attention entropy / ln(visible keys), median head: 0 is collapse"
 MAX_NAMED = 6  # lines; of more, only the three that end highest are named
 
-LOSSES: Mapping[str, style.Colour] = MappingProxyType(
+LOSSES: Mapping[str, style.Colour] = MappingProxyType({"train": style.INK})
+TWO_LOSSES: Mapping[str, style.Colour] = MappingProxyType(
     {"train": style.LIGHT, "evaluation": style.INK}
 )
 HEADS: Mapping[str, style.Colour] = MappingProxyType(
@@ -60,16 +65,11 @@ def alert_lines(axes: Axes, found: Sequence[Episode]) -> None:
         if episode.alert.severity is not Severity.INFO:
             worst[episode.alert.step] = episode.alert.severity
     for step, severity in worst.items():
-        axes.axvline(step, color=style.SEVERITY[severity], linewidth=1, label="alert", zorder=2)
+        axes.axvline(step, color=style.SEVERITY[severity], linewidth=1, label="alert", zorder=1)
 
 
-def lead_marks(axes: Sequence[Axes], *, warned: Alert | None, diverged: int | None) -> None:
-    """The first warning and the divergence of a run through all panels, the lead shaded.
-
-    A run that did not diverge has no lead, and nothing is marked.
-    """
-    if diverged is None:
-        return
+def lead_marks(axes: Sequence[Axes], *, warned: Alert | None, diverged: int) -> None:
+    """The first warning and the divergence of a run through all panels, the lead shaded."""
     for panel in axes:
         panel.axvline(diverged, color=style.INK, linewidth=1.2, label="diverged", zorder=2)
         if warned is not None:
@@ -91,7 +91,7 @@ def loss_panel(
     title: str = "Loss",
     headroom: float = 0.1,
 ) -> None:
-    """Losses by name; crosses where one is NaN or infinite.
+    """Losses by name; crosses where one was due and is not there, is NaN or infinite.
 
     The panel is as high as the losses after the first tenth of the steps, and that much headroom.
     """
@@ -99,7 +99,7 @@ def loss_panel(
         style.settle(axes, curves.values(), headroom=headroom)
         _lines(axes, curves, colours)
         for curve in curves.values():
-            style.cross(axes, curve.gaps, text=NOT_FINITE)
+            style.cross(axes, curve.gaps, text=NO_LOSS)
 
 
 def logit_panel(
@@ -111,9 +111,11 @@ def logit_panel(
 ) -> None:
     """Largest logits by name, on a log scale."""
     if _dressed(axes, title, curves):
+        axes.margins(y=0.12)
         _log_scale(axes, curves.values())
         highest = sorted(curves, key=lambda name: curves[name].end, reverse=True)
         _lines(axes, curves, colours, named=highest[: 3 if len(highest) > MAX_NAMED else None])
+        _missing(axes, curves.values())
 
 
 def entropy_panel(
@@ -127,24 +129,26 @@ def entropy_panel(
     if _dressed(axes, title, curves):
         axes.set_ylim(-0.03, 1.03)
         _lines(axes, curves, colours)
+        _missing(axes, curves.values())
 
 
 def _dressed(axes: Axes, title: str, curves: Mapping[str, Curve]) -> bool:
     """Whether there is anything to draw; else the panel says that there is not."""
     style.dress(axes, title)
-    if not curves:
+    anything = any(len(curve.finite.steps) or len(curve.gaps) for curve in curves.values())
+    if not anything:
         style.nothing(axes, "not recorded")
-    return bool(curves)
+    return anything
 
 
 def _log_scale(axes: Axes, curves: Iterable[Curve]) -> None:
     """A log axis where all values are positive; else linear around zero and log beyond."""
     if all((curve.finite.values > 0).all() for curve in curves):
         axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.0, 0.5)))
     else:
         axes.set_yscale("symlog", linthresh=1.0)
     axes.yaxis.set_major_formatter("{x:,g}")
-    axes.yaxis.set_minor_formatter("")
 
 
 def _lines(
@@ -154,9 +158,15 @@ def _lines(
     *,
     named: Iterable[str] | None = None,
 ) -> None:
-    """Draws every line, and names those asked for (all by default) at their ends."""
+    """Draws every line; those to be named (all by default) get their name, the others are thin."""
+    names = tuple(curves if named is None else named)
     for name, curve in curves.items():
-        style.draw(axes, curve, colour=colours[name], name=name)
-    names = curves if named is None else named
+        width = style.LINE if name in names else style.THIN
+        style.draw(axes, curve, colour=colours[name], name=name, width=width)
     ends = [(curves[n].end, n, colours[n]) for n in names if len(curves[n].finite.steps)]
     style.label_ends(axes, ends)
+
+
+def _missing(axes: Axes, curves: Iterable[Curve]) -> None:
+    steps = np.unique(np.concatenate([curve.gaps for curve in curves]))
+    style.tick(axes, steps, text=MISSING)

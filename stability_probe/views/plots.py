@@ -15,10 +15,11 @@ from stability_probe.views.series import (
     Recorded,
     entropy_ratio,
     episodes,
+    evaluation_curve,
     largest,
     largest_logit,
+    loss_curve,
     nonfinite_steps,
-    scalar_curve,
     step_range,
 )
 
@@ -39,14 +40,15 @@ def overview(run: Recorded, *, title: str | None = None) -> Figure:
     """
     frame, found = run.frame(), episodes(run.alerts)
     layers = largest_logit(frame)
-    losses = {"train": scalar_curve(run, "loss"), "evaluation": scalar_curve(run, "eval_loss")}
+    losses = _given({"train": loss_curve(run), "evaluation": evaluation_curve(run)})
     first, last = step_range([run], [frame])
     figure = style.new_figure(width=1000, height=800, title=title or _what_alerted(found, last))
     lanes = max(len({episode.alert.severity for episode in found}), 1)
     axes = figure.subplots(4, 1, sharex=True, height_ratios=[0.25 * lanes, 2, 2, 2])
     style.step_axis(axes[-1], first, last)
     panels.alerts_panel(axes[0], found, last=last)
-    panels.loss_panel(axes[1], _given(losses), colours=panels.LOSSES)
+    colours = panels.TWO_LOSSES if "evaluation" in losses else panels.LOSSES
+    panels.loss_panel(axes[1], losses, colours=colours)
     panels.logit_panel(axes[2], layers, colours=style.depth_colours(layers))
     style.cross(axes[2], nonfinite_steps(frame), text=panels.NOT_FINITE)
     panels.entropy_panel(axes[3], entropy_ratio(frame), colours=panels.HEADS)
@@ -65,8 +67,8 @@ def collapse(
 
     The loss (on the evaluation batch, where every run has it), the largest logit of all heads
     (log scale) and the entropy ratio of the median head of each run, over each other. Where a
-    run diverged, its first warning and the divergence are marked and the steps between them are
-    shaded: the time there was to act.
+    run diverged, that is marked, and with it the first warning that had not resolved by then;
+    the steps between are shaded: the time there was to act.
 
     Args:
         runs: Name to run, four at most, drawn in this order; the one that fails comes first.
@@ -85,23 +87,25 @@ def collapse(
             f"got the runs {list(runs)} and diverged {list(diverged)}: expected one to "
             f"{len(style.RUNS)} runs, and only their names in diverged. Leave the others out."
         )
-    found = {name: _first_warning(episodes(run.alerts)) for name, run in runs.items()}
-    warned = {name: alert for name, alert in found.items() if alert is not None}
+    warned = {
+        name: _first_warning(_lasting(episodes(runs[name].alerts), until=step))
+        for name, step in diverged.items()
+    }
     figure = style.new_figure(width=1000, height=760, title=title or _lead(warned, diverged))
     axes = figure.subplots(3, 1, sharex=True)
     _draw_runs(axes, runs)
-    for name in runs:
-        panels.lead_marks(axes, warned=warned.get(name), diverged=diverged.get(name))
+    for name, step in diverged.items():
+        panels.lead_marks(axes, warned=warned[name], diverged=step)
     return figure
 
 
 def _draw_runs(axes: Sequence[Axes], runs: Mapping[str, Recorded]) -> None:
     frames = {name: run.frame() for name, run in runs.items()}
     colours = dict(zip(runs, style.RUNS, strict=False))
-    losses = _given({name: scalar_curve(run, "eval_loss") for name, run in runs.items()})
+    losses = _given({name: evaluation_curve(run) for name, run in runs.items()})
     title = "Loss on the evaluation batch"
     if len(losses) < len(runs):
-        losses = _given({name: scalar_curve(run, "loss") for name, run in runs.items()})
+        losses = _given({name: loss_curve(run) for name, run in runs.items()})
         title = "Loss"
     logits = _given({name: largest(largest_logit(f).values()) for name, f in frames.items()})
     ratios = _given({name: entropy_ratio(f).get("median head") for name, f in frames.items()})
@@ -125,21 +129,28 @@ def _first_warning(found: Sequence[Episode]) -> Alert | None:
     )
 
 
+def _lasting(found: Sequence[Episode], *, until: int) -> list[Episode]:
+    """Without the alerts that had resolved before a step: by then they warned of nothing."""
+    return [episode for episode in found if episode.end is None or episode.end >= until]
+
+
 def _what_alerted(found: Sequence[Episode], last: int) -> str:
+    steps = "1 step" if last == 1 else f"{last:,} steps"
     if not found:
-        return f"No alerts in {last:,} steps"
+        return f"No alerts in {steps}"
     first = _first_warning(found) or found[0].alert
     count = "1 alert" if len(found) == 1 else f"{len(found)} alerts"
-    return f"{count} in {last:,} steps; first {first.severity}: {first.rule} at step {first.step:,}"
+    return f"{count} in {steps}; first {first.severity}: {first.rule} at step {first.step:,}"
 
 
-def _lead(warned: Mapping[str, Alert], diverged: Mapping[str, int]) -> str:
+def _lead(warned: Mapping[str, Alert | None], diverged: Mapping[str, int]) -> str:
     if not diverged:
         return "No run diverged"
     name, step = next(iter(diverged.items()))
-    if name not in warned:
+    warning = warned[name]
+    if warning is None:
         return f"{name}: the loss diverged at step {step:,} without a warning"
-    lead = step - warned[name].step
+    lead = step - warning.step
     if lead > 0:
         return f"{name}: the first warning came {lead:,} steps before the loss diverged"
     return f"{name}: the first warning came {-lead:,} steps after the loss had diverged"

@@ -100,19 +100,28 @@ class Episode:
 
 
 def step_range(runs: Iterable[Recorded], frames: Iterable[pd.DataFrame]) -> tuple[int, int]:
-    """The first and the last step that any of them holds; (0, 1) where there is none."""
+    """The first and the last step that any of them holds; (0, 0) where there is none."""
     tables = [run.scalars for run in runs] + list(frames)
     steps = [table["step"].to_numpy(np.int64) for table in tables if len(table)]
-    joined = np.concatenate(steps) if steps else np.array([0, 1])
+    joined = np.concatenate(steps) if steps else np.array([0])
     return int(joined.min()), int(joined.max())
 
 
-def scalar_curve(run: Recorded, name: str) -> Curve | None:
-    """A step scalar ("loss", "eval_loss", "grad_norm"); None where no step has it."""
-    scalars = run.scalars
-    if name not in scalars or scalars[name].isna().all():
+def loss_curve(run: Recorded) -> Curve | None:
+    """The training loss of every step; None where no step has it."""
+    return _scalar(run, "loss")
+
+
+def evaluation_curve(run: Recorded) -> Curve | None:
+    """The loss on the fixed batch, of the steps that have it; None where none has.
+
+    It is given now and then, at no set distance, so its absence is no gap; neither, then, is NaN.
+    """
+    curve = _scalar(run, "eval_loss")
+    if curve is None:
         return None
-    return Curve(scalars["step"].to_numpy(np.int64), scalars[name].to_numpy().astype(np.float64))
+    given = ~np.isnan(curve.values)
+    return Curve(curve.steps[given], curve.values[given])
 
 
 def largest_logit(frame: pd.DataFrame) -> dict[str, Curve]:
@@ -173,6 +182,13 @@ def episodes(alerts: Iterable[Alert]) -> list[Episode]:
         else:
             found.append(Episode(alert, ends.get(key)))
     return found[::-1]
+
+
+def _scalar(run: Recorded, name: str) -> Curve | None:
+    scalars = run.scalars
+    if name not in scalars or scalars[name].isna().all():
+        return None
+    return Curve(scalars["step"].to_numpy(np.int64), scalars[name].to_numpy().astype(np.float64))
 
 
 def _curve(series: pd.Series[float]) -> Curve:

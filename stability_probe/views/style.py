@@ -21,6 +21,7 @@ Colour: TypeAlias = str | tuple[float, ...]
 
 DPI = 100
 LINE = 2 * 72 / DPI  # two pixels, in points
+THIN = LINE / 2
 LABEL_GAP = 0.1  # between two labels, in heights of a panel
 INK, GREY, LIGHT, FAINT = "#1a1a1a", "#6b6b6b", "#a8a8a8", "#e3e3e3"
 
@@ -55,7 +56,7 @@ def dress(axes: Axes, title: str) -> None:
 
 def step_axis(axes: Axes, first: int, last: int) -> None:
     """The limits, the label and the whole-number ticks of an axis of steps."""
-    pad = max(last - first, 1) * 0.01
+    pad = max((last - first) * 0.01, 0.5)
     axes.set_xlim(first - pad, last + pad)
     axes.set_xlabel("optimizer step", fontsize=9, color=GREY)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
@@ -69,7 +70,7 @@ def depth_colours(layers: Iterable[str]) -> dict[str, Colour]:
     return {name: tuple(colour) for name, colour in zip(names, colours.tolist(), strict=True)}
 
 
-def draw(axes: Axes, curve: Curve, *, colour: Colour, name: str) -> None:
+def draw(axes: Axes, curve: Curve, *, colour: Colour, name: str, width: float = LINE) -> None:
     """A line that breaks where a value is missing; points that stand alone are dots."""
     line = curve.line
     there = np.concatenate([[False], np.isfinite(line.values), [False]])
@@ -78,32 +79,23 @@ def draw(axes: Axes, curve: Curve, *, colour: Colour, name: str) -> None:
         line.steps,
         line.values,
         color=colour,
-        linewidth=LINE,
+        linewidth=width,
         marker="o",
         markersize=4,
         markevery=alone.tolist(),
         label=name,
-        zorder=3,
+        zorder=2 + width,  # thinner lines lie below
     )
 
 
 def cross(axes: Axes, steps: Steps, *, text: str) -> None:
-    """Crosses along the top of a panel where there is no number to draw, said in words once."""
-    if not len(steps):
-        return
-    top = axes.get_xaxis_transform()
-    axes.plot(
-        steps,
-        np.full(len(steps), 0.95),
-        transform=top,
-        linestyle="none",
-        marker="x",
-        markersize=5,
-        color=VERMILLION,
-        label=text,
-        zorder=4,
-    )
-    _words(axes, int(steps[0]), text, height=0.95, side="left", colour=VERMILLION)
+    """Crosses along the top of a panel where a number is not finite, said in words once."""
+    _mark(axes, steps, text, height=0.95, marker="x", colour=VERMILLION)
+
+
+def tick(axes: Axes, steps: Steps, *, text: str) -> None:
+    """Grey ticks along the bottom of a panel where a number is missing, said in words once."""
+    _mark(axes, steps, text, height=0.04, marker="|", colour=GREY)
 
 
 def flag(axes: Axes, step: int, text: str, *, side: Literal["left", "right"]) -> None:
@@ -197,6 +189,23 @@ def nothing(axes: Axes, text: str) -> None:
     """Words in place of lines, where there is nothing to draw."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)
     axes.set_yticks([])
+
+
+def _mark(axes: Axes, steps: Steps, text: str, *, height: float, marker: str, colour: str) -> None:
+    if not len(steps):
+        return
+    axes.plot(
+        steps,
+        np.full(len(steps), height),
+        transform=axes.get_xaxis_transform(),
+        linestyle="none",
+        marker=marker,
+        markersize=5,
+        color=colour,
+        label=text,
+        zorder=5,
+    )
+    _words(axes, int(steps[0]), text, height=height, side="left", colour=colour)
 
 
 def _words(
