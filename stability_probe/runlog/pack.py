@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,15 +39,16 @@ class RowLabels:
     columns: tuple[pa.Array, ...]  # `IDENTITY` after the step
 
 
+_label = attrgetter("layer", "layer_index", "sequences", "ranks")
+
+
 def label_key(observations: Sequence[Observation], level: Level) -> tuple[object, ...]:
     """Equal for two steps whose rows have the same labels."""
-    return (
-        level,
-        *(
-            (o.layer, o.layer_index, o.sequences, o.ranks, len(next(iter(o.values.values()), ())))
-            for o in observations
-        ),
-    )
+    return (level, _heads(observations), tuple(map(_label, observations)))
+
+
+def _heads(observations: Sequence[Observation]) -> tuple[int, ...]:
+    return tuple([len(next(iter(o.values.values()), ())) for o in observations])
 
 
 def label_rows(
@@ -58,8 +61,7 @@ def label_rows(
         level: of the step.
         positions: (layer index, canonical name) -> place in the stream's table of layers.
     """
-    key = label_key(observations, level)
-    heads = tuple(len(next(iter(o.values.values()), ())) for o in observations)
+    heads = _heads(observations)
     rows = tuple(max(n, 1) for n in heads)
     per_observation = {
         "layer": [positions[o.layer_index, o.layer] for o in observations],
@@ -70,8 +72,8 @@ def label_rows(
     labels = {name: np.repeat(of, rows) for name, of in per_observation.items()}
     labels["head"] = np.concatenate([np.arange(n) if n else [-1] for n in heads])
     labels["level"] = np.full(sum(rows), LEVELS.index(level))
-    names = tuple(IDENTITY)[1:]
-    return RowLabels(key, heads, rows, tuple(_column(n, labels[n]) for n in names))
+    columns = tuple(_column(name, labels[name]) for name in tuple(IDENTITY)[1:])
+    return RowLabels(label_key(observations, level), heads, rows, columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class Packed:
 def pack(
     observations: Sequence[Observation],
     *,
+    present: frozenset[str],
     step: int,
     labels: RowLabels,
     columns: Sequence[str],
@@ -95,6 +98,7 @@ def pack(
 
     Args:
         observations: of the step, as `labels` was made for.
+        present: the statistics that any of them has.
         step: number of the optimizer step.
         labels: the columns that say what a row is.
         columns: the stream's statistics, in order; at least those of the observations.
@@ -103,15 +107,16 @@ def pack(
     Raises:
         ShapeError: a statistic that is not one value a head (`entropy_hist`: 16).
     """
-    present = frozenset[str]().union(*(o.values for o in observations))
     missing = {
         i: tuple(name for name in columns if name in present and name not in o.values)
         for i, o in enumerate(observations)
         if len(o.values) < len(present)
     }
     scalars = [name for name in columns if name in present and name != HISTOGRAM]
-    matrix_SR = _gather(scalars, (), observations, labels).reshape(-1, sum(labels.rows))
-    arrays = {name: _nullable(row) for name, row in zip(scalars, matrix_SR, strict=True)}
+    arrays: dict[str, pa.Array] = {}
+    if scalars:
+        values_SR = _gather(scalars, (), observations, labels).reshape(len(scalars), -1)
+        arrays = dict(zip(scalars, map(_nullable, values_SR), strict=True))
     if HISTOGRAM in present:
         arrays[HISTOGRAM] = _histogram(observations, labels)
     total = sum(labels.rows)
@@ -138,16 +143,21 @@ def _gather(
     observations: Sequence[Observation],
     labels: RowLabels,
 ) -> Float32:
-    """All rows of the first statistic, then all of the next; NaN where a layer lacks it."""
-    if not names:
-        return np.empty(0, np.float32)
+    """All rows of the first statistic, then all of the next; NaN where a layer lacks it.
+
+    It runs at every measured step: no Python for each of the layers' statistics.
+    """
     gaps = {rows: np.full((rows, *width), np.nan, np.float32) for rows in set(labels.rows)}
-    layers = [
-        (o.values if heads else {}, gaps[rows])
-        for o, heads, rows in zip(observations, labels.heads, labels.rows, strict=True)
-    ]
-    parts = [values.get(name, gap) for name in names for values, gap in layers]
-    try:  # one look at all of them: this runs at every measured step
+    pick = itemgetter(*names)
+    picked = []
+    for o, heads, rows in zip(observations, labels.heads, labels.rows, strict=True):
+        try:
+            picked.append(pick(o.values if heads else {}))
+        except KeyError:
+            gap = dict.fromkeys(names, gaps[rows])
+            picked.append(pick(gap | dict(o.values) if heads else gap))
+    parts = picked if len(names) == 1 else list(chain.from_iterable(zip(*picked, strict=True)))
+    try:
         fits = list(map(len, parts)) == list(labels.rows) * len(names)
         gathered = np.concatenate(parts, dtype=np.float32, casting="same_kind")
     except (TypeError, ValueError) as error:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Sequence
+from operator import attrgetter
 
 from stability_probe.records import Observation, RunHeader, StepRecord
 from stability_probe.runlog.append import AppendFile
 from stability_probe.runlog.lines import BatchPlace
 from stability_probe.runlog.pack import END_OF_STREAM, RowLabels, label_key, label_rows, pack
 from stability_probe.runlog.schema import stream_schema
+
+_layer = attrgetter("layer_index", "layer")
 
 
 class ObservationStream:
@@ -44,10 +47,10 @@ class ObservationStream:
 
     def takes(self, observations: Sequence[Observation]) -> bool:
         """Whether the layers are among its own."""
-        return all((o.layer_index, o.layer) in self._positions for o in observations)
+        return all(map(self._positions.__contains__, map(_layer, observations)))
 
-    def append(self, record: StepRecord) -> BatchPlace:
-        """Writes the observations of a step.
+    def append(self, record: StepRecord, *, present: frozenset[str]) -> BatchPlace:
+        """Writes the observations of a step, which together have the statistics `present`.
 
         Raises:
             OSError: they could not be written.
@@ -55,6 +58,7 @@ class ObservationStream:
         """
         packed = pack(
             record.observations,
+            present=present,
             step=record.step,
             labels=self._label(record),
             columns=self._statistics,

@@ -117,13 +117,14 @@ class RunWriter:
         self._last_step = record.step
 
     def _write_batch(self, record: StepRecord) -> BatchPlace:
-        names = frozenset[str]().union(*(o.values for o in record.observations))
+        present = frozenset[str]().union(*(o.values for o in record.observations))
+        names = present
         if names not in self._streams and len(self._streams) >= MAX_STREAMS:
             names = self._wide = self._wide | names
         stream = self._streams.get(names)
         if stream is None or not stream.takes(record.observations):
             stream = self._streams[names] = self._open_stream(names, record, replaces=stream)
-        return stream.append(record)
+        return stream.append(record, present=present)
 
     def _open_stream(
         self, names: frozenset[str], record: StepRecord, *, replaces: ObservationStream | None

@@ -40,9 +40,6 @@ def peak_of(call: AttentionCall, rows: Rows) -> Tensor:
     scale_H = scale.reshape(sizes.B, H)[b_H, h_H]
     s_HK = torch.bmm(k_HKD, (q_HD * scale_H[:, None]).unsqueeze(-1)).squeeze(-1)
     distance_HK = torch.nan_to_num((s_HK - logit_H[:, None]).abs(), nan=INF)
-    if call.causal and call.scores_BHQK is None:
-        j_K = torch.arange(sizes.K, device=n_H.device)
-        distance_HK = torch.where(j_K <= i_H[:, None], distance_HK, INF)
     k_HD = k_HKD[h_H, distance_HK.argmin(-1)]
 
     q_norm_H, k_norm_H = (torch.linalg.vector_norm(x, dim=-1) for x in (q_HD, k_HD))

@@ -1,7 +1,11 @@
 """The alert table, as TensorBoard's own Markdown renders it."""
 
+from __future__ import annotations
+
 import warnings
+from collections.abc import Sequence
 from html.parser import HTMLParser
+from typing import Any
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -18,11 +22,13 @@ with warnings.catch_warnings():
 class Cells(HTMLParser):
     """The text of every body cell, and every element that was met."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.rows, self.tags, self.open = [], set(), False
+        self.rows: list[list[str]] = []
+        self.tags: set[str] = set()
+        self.open = False
 
-    def handle_starttag(self, tag, attrs):
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         if tag == "tr":
             self.rows.append([])
@@ -32,25 +38,25 @@ class Cells(HTMLParser):
         elif tag == "br":
             self.rows[-1][-1] += "\n"
 
-    def handle_endtag(self, tag):
+    def handle_endtag(self, tag: str) -> None:
         self.open &= tag not in ("td", "th")
 
-    def handle_data(self, data):
+    def handle_data(self, data: str) -> None:
         if self.open:
             self.rows[-1][-1] += data
 
 
-def render(alerts):
+def render(alerts: Sequence[Alert]) -> Cells:
     cells = Cells()
     cells.feed(markdown_to_safe_html(alert_table(alerts)))
     return cells
 
 
-def alert(**fields):
+def alert(**fields: Any) -> Alert:
     return Alert(step=7, rule="logit_growth", severity=Severity.WARNING, **fields)
 
 
-def test_every_field_has_its_column():
+def test_every_field_has_its_column() -> None:
     shown = render(
         [
             alert(
@@ -78,7 +84,7 @@ def test_every_field_has_its_column():
     ]
 
 
-def test_an_alert_without_a_layer_is_about_the_whole_run():
+def test_an_alert_without_a_layer_is_about_the_whole_run() -> None:
     assert render([alert()]).rows[1][3] == "the whole run"
 
 
@@ -100,22 +106,22 @@ HOSTILE = [
 @settings(deadline=None, max_examples=150)
 @given(st.text(max_size=60))
 @example("\n".join(HOSTILE))
-def test_any_text_renders_as_itself(text):
+def test_any_text_renders_as_itself(text: str) -> None:
     shown = render([alert(message=text, cause=text)])
-    expected = [line.split() for line in plain(text).split("\n")]
+    expected = [line.split() for line in plain(text).splitlines() or [""]]
     for column in (5, 6):
         assert [line.split() for line in shown.rows[1][column].split("\n")] == expected
     assert shown.tags <= {"table", "thead", "tbody", "tr", "th", "td", "br"}
 
 
-def test_hostile_text_one_by_one():
+def test_hostile_text_one_by_one() -> None:
     for text in HOSTILE:
         shown = render([alert(message=text, layer=text, remedies=(text,))])
         assert shown.rows[1][5].split() == plain(text).split(), text
         assert len(shown.rows[1]) == 8
 
 
-def test_a_long_table_is_cut_and_says_so():
+def test_a_long_table_is_cut_and_says_so() -> None:
     table = alert_table([alert()] * (MAX_ROWS + 4))
     assert len(render([alert()] * (MAX_ROWS + 4)).rows) == MAX_ROWS + 1
     assert "and 4 more at this step" in table

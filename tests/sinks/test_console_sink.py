@@ -1,10 +1,13 @@
 """What a person reads while training runs."""
 
+from __future__ import annotations
+
 import io
 import logging
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 
 import pytest
 from tqdm import tqdm
@@ -18,7 +21,7 @@ from stability_probe.records import (
     StepRecord,
     StepScalars,
 )
-from stability_probe.sinks import Sink
+from stability_probe.sinks import Event, Sink
 from stability_probe.sinks.console import MAX_PER_STEP, ConsoleSink
 from stability_probe.sinks.wording import head_list
 
@@ -44,17 +47,20 @@ OVER = Alert(
 )
 
 
-def step(number):
+def step(number: int) -> StepRecord:
     return StepRecord(StepScalars(step=number))
 
 
+Lines = Callable[[], list[tuple[str, str]]]
+
+
 @pytest.fixture
-def lines(caplog):
+def lines(caplog: pytest.LogCaptureFixture) -> Lines:
     caplog.set_level(logging.DEBUG, logger="stability_probe")
     return lambda: [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
-def emitted(*events, close=False):
+def emitted(*events: Event, close: bool = False) -> None:
     sink = ConsoleSink()
     for event in events:
         sink.emit(event)
@@ -62,11 +68,11 @@ def emitted(*events, close=False):
         sink.close()
 
 
-def test_it_is_a_sink():
+def test_it_is_a_sink() -> None:
     assert isinstance(ConsoleSink(), Sink)
 
 
-def test_an_alert_says_what_where_why_and_what_to_do(lines):
+def test_an_alert_says_what_where_why_and_what_to_do(lines: Lines) -> None:
     emitted(GROWTH)
     text = textwrap.dedent(
         """\
@@ -79,7 +85,7 @@ def test_an_alert_says_what_where_why_and_what_to_do(lines):
     assert lines() == [("WARNING", text)]
 
 
-def test_an_alert_about_the_whole_run_without_advice(lines):
+def test_an_alert_about_the_whole_run_without_advice(lines: Lines) -> None:
     emitted(Alert(step=3, rule="disk_full", severity=Severity.INFO))
     text = "INFO at step 3: disk_full\n  where: the whole run (rule disk_full)"
     assert lines() == [("INFO", text)]
@@ -89,24 +95,24 @@ def test_an_alert_about_the_whole_run_without_advice(lines):
     ("severity", "level"),
     [(Severity.INFO, "INFO"), (Severity.WARNING, "WARNING"), (Severity.CRITICAL, "ERROR")],
 )
-def test_levels(lines, severity, level):
+def test_levels(lines: Lines, severity: Severity, level: str) -> None:
     emitted(Alert(step=1, rule="r", severity=severity))
     assert [name for name, _ in lines()] == [level]
 
 
-def test_a_resolved_alert_is_one_quiet_line(lines):
+def test_a_resolved_alert_is_one_quiet_line(lines: Lines) -> None:
     emitted(OVER)
     where = "layer 3 (decoder.3.attn), heads 1, 4-6"
     assert lines() == [("INFO", f"resolved at step 500: logit_growth, {where}")]
 
 
-def test_steps_say_nothing_and_the_header_one_line(lines):
+def test_steps_say_nothing_and_the_header_one_line(lines: Lines) -> None:
     layers = tuple(LayerInfo(f"b.{i}", i, heads=8) for i in range(12))
     emitted(RunHeader(layers=layers), step(1), step(2))
     assert lines() == [("INFO", "watching 12 attention layers, 96 heads")]
 
 
-def test_the_summary_counts_every_alert(lines):
+def test_the_summary_counts_every_alert(lines: Lines) -> None:
     bad = Alert(step=480, rule="nonfinite", severity=Severity.CRITICAL, layer="decoder.0.attn")
     emitted(step(1), GROWTH, bad, bad, OVER, step(600), close=True)
     summary = (
@@ -116,7 +122,7 @@ def test_the_summary_counts_every_alert(lines):
     assert lines()[-1] == ("WARNING", summary)
 
 
-def test_the_summary_of_a_calm_run_is_quiet(lines):
+def test_the_summary_of_a_calm_run_is_quiet(lines: Lines) -> None:
     sink = ConsoleSink()
     sink.emit(step(30))
     sink.close()
@@ -124,13 +130,13 @@ def test_the_summary_of_a_calm_run_is_quiet(lines):
     assert lines() == [("INFO", "no alerts in 30 steps")]
 
 
-def test_only_info_alerts_make_a_quiet_summary(lines):
+def test_only_info_alerts_make_a_quiet_summary(lines: Lines) -> None:
     emitted(Alert(step=2, rule="fp16", severity=Severity.INFO), step(9), close=True)
     text = "1 alert in 9 steps: 1 info (first at step 2: fp16); 1 not resolved"
     assert lines()[-1] == ("INFO", text)
 
 
-def test_a_fault_in_every_layer_does_not_flood_the_log(lines):
+def test_a_fault_in_every_layer_does_not_flood_the_log(lines: Lines) -> None:
     everywhere = [
         Alert(step=5, rule="nonfinite", severity=Severity.CRITICAL, layer=f"b.{i}")
         for i in range(48)
@@ -142,18 +148,18 @@ def test_a_fault_in_every_layer_does_not_flood_the_log(lines):
     assert "48 critical" in shown[-1][1]
 
 
-def test_control_characters_cannot_reach_the_terminal(lines):
+def test_control_characters_cannot_reach_the_terminal(lines: Lines) -> None:
     emitted(Alert(step=1, rule="r", severity=Severity.WARNING, message="\x1b[2Jgone\r\n\u202egnp"))
     [(_, text)] = lines()
     assert text.startswith("WARNING at step 1: \ufffd[2Jgone\ufffd\n\ufffdgnp")
 
 
-def test_percent_signs_are_text(lines):
+def test_percent_signs_are_text(lines: Lines) -> None:
     emitted(Alert(step=1, rule="r", severity=Severity.WARNING, message="grew 50 % %s %d"))
     assert "grew 50 % %s %d" in lines()[0][1]
 
 
-def test_without_logging_set_up_warnings_reach_stderr_and_info_does_not():
+def test_without_logging_set_up_warnings_reach_stderr_and_info_does_not() -> None:
     source = """
         import logging, sys
         from stability_probe.records import *
@@ -176,7 +182,9 @@ def test_without_logging_set_up_warnings_reach_stderr_and_info_does_not():
     assert done.stdout == ""
 
 
-def test_a_tqdm_bar_is_cleared_before_and_drawn_again_after(monkeypatch):
+def test_a_tqdm_bar_makes_way_and_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(sys, "stderr", terminal)
     handler = logging.StreamHandler(terminal)
@@ -206,5 +214,5 @@ def test_a_tqdm_bar_is_cleared_before_and_drawn_again_after(monkeypatch):
         ((0, 2, 4, 5), "heads 0, 2, 4-5"),
     ],
 )
-def test_heads_are_listed_as_runs(heads, text):
+def test_heads_are_listed_as_runs(heads: tuple[int, ...], text: str) -> None:
     assert head_list(heads) == text

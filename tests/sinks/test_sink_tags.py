@@ -1,5 +1,7 @@
 """Which series a model gets, and how values fold."""
 
+from __future__ import annotations
+
 import math
 from itertools import pairwise
 
@@ -9,22 +11,22 @@ from hypothesis import strategies as st
 
 from stability_probe.records import LayerInfo
 from stability_probe.sinks.tags import LAYER_STATISTICS, MAX_TAGS, OVERVIEW, layer_tags
-from stability_probe.sinks.window import Window
+from stability_probe.sinks.window import Fold, Window
 from stability_probe.stats.catalogue import CATALOGUE
 
 
-def model(layers):
+def model(layers: int) -> list[LayerInfo]:
     return [LayerInfo(name=f"b.{i}", index=i, heads=4) for i in range(layers)]
 
 
-def kept(layers):
+def kept(layers: int) -> tuple[list[str], list[int]]:
     tags = layer_tags(model(layers))
     return sorted({name for name, _ in tags}), sorted({index for _, index in tags})
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2000))
-def test_the_tags_fit_and_are_a_full_grid(layers):
+def test_the_tags_fit_and_are_a_full_grid(layers: int) -> None:
     tags = layer_tags(model(layers))
     statistics, indices = kept(layers)
     assert len(tags) == len(statistics) * len(indices)
@@ -37,12 +39,12 @@ def test_the_tags_fit_and_are_a_full_grid(layers):
         assert not gaps or max(gaps) - min(gaps) <= 1
 
 
-def test_a_small_model_shows_every_default_statistic_that_can_be_dangerous():
+def test_a_small_model_shows_every_default_statistic_that_can_be_dangerous() -> None:
     dangerous = sorted(s.name for s in CATALOGUE.values() if s.default and s.danger)
     assert kept(16) == (dangerous, list(range(16)))
 
 
-def test_statistics_go_before_layers():
+def test_statistics_go_before_layers() -> None:
     assert kept(48) == (sorted(LAYER_STATISTICS[:3]), list(range(48)))
     assert kept(92) == (sorted(LAYER_STATISTICS[:2]), list(range(92)))
     statistics, indices = kept(96)
@@ -50,14 +52,14 @@ def test_statistics_go_before_layers():
     assert len(indices) == 92
 
 
-def test_the_overview_fits_one_page_of_cards():
+def test_the_overview_fits_one_page_of_cards() -> None:
     assert len(OVERVIEW) <= 12
 
 
 @pytest.mark.parametrize(
     ("fold", "expected"), [("max", 5.0), ("min", -1.0), ("sum", 6.0), ("mean", 2.0)]
 )
-def test_a_window_folds_what_is_there(fold, expected):
+def test_a_window_folds_what_is_there(fold: Fold, expected: float) -> None:
     window = Window()
     for value in (5.0, None, math.nan, -1.0, math.inf, -math.inf, 2.0):
         window.add("tag", value, fold=fold)

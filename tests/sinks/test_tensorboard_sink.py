@@ -1,15 +1,21 @@
 """What TensorBoard reads back, against a recomputation that shares nothing with the sink."""
 
+from __future__ import annotations
+
 import math
 import resource
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
+from tensorboard.backend.event_processing import plugin_event_accumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stability_probe.errors import LogDirectoryError
 from stability_probe.records import (
@@ -23,48 +29,48 @@ from stability_probe.records import (
     StepRecord,
     StepScalars,
 )
-from stability_probe.sinks import Sink
+from stability_probe.sinks import Event, Sink
 from stability_probe.sinks.tensorboard import TensorBoardSink
 from stability_probe.stats.catalogue import CATALOGUE, DEFAULT_SET
 
 KEEP_ALL = {"scalars": 0, "tensors": 0}
 
 
-def read(folder):
-    events = event_accumulator.EventAccumulator(str(folder), size_guidance=KEEP_ALL)
+def read(folder: Path) -> EventAccumulator:
+    events = EventAccumulator(str(folder), size_guidance=KEEP_ALL)
     return events.Reload()
 
 
-def series(source, tag):
+def series(source: Path | EventAccumulator, tag: str) -> list[tuple[int, float]]:
     """(step, value) of a scalar, from a folder or from what was read before."""
-    events = source if isinstance(source, event_accumulator.EventAccumulator) else read(source)
+    events = source if isinstance(source, EventAccumulator) else read(source)
     return [(e.step, e.value) for e in events.Scalars(tag)]
 
 
-def texts(folder, tag):
+def texts(folder: Path, tag: str) -> list[tuple[int, str]]:
     events = read(folder).Tensors(tag)
     return [(e.step, e.tensor_proto.string_val[0].decode()) for e in events]
 
 
-def observation(layer, **values):
+def observation(layer: int, **values: list[float]) -> Observation:
     arrays = {name: np.array(v, dtype=np.float32) for name, v in values.items()}
     return Observation(layer=f"blocks.{layer}.attn", layer_index=layer, values=arrays)
 
 
-def record(step, *observations, **scalars):
+def record(step: int, *observations: Observation, **scalars: Any) -> StepRecord:
     return StepRecord(StepScalars(step=step, **scalars), observations)
 
 
-def logits(step, value, layers=1):
+def logits(step: int, value: float, layers: int = 1) -> StepRecord:
     return record(step, *(observation(i, qk_abs_max_logit=[value, 1.0]) for i in range(layers)))
 
 
-def header(layers):
+def header(layers: int) -> RunHeader:
     infos = tuple(LayerInfo(f"blocks.{i}.attn", i, 2) for i in range(layers))
     return RunHeader(layers=infos)
 
 
-def written(folder, events, **options):
+def written(folder: Path, events: Iterable[Event], **options: Any) -> Path:
     sink = TensorBoardSink(folder, **options)
     for event in events:
         sink.emit(event)
@@ -72,7 +78,7 @@ def written(folder, events, **options):
     return folder
 
 
-def random_run(steps, layers=3, heads=4):
+def random_run(steps: int, layers: int = 3, heads: int = 4) -> list[StepRecord]:
     rng = np.random.default_rng(7)
     records = []
     for step in range(1, steps + 1):
@@ -88,7 +94,7 @@ def random_run(steps, layers=3, heads=4):
     return records
 
 
-def windows(records, steps):
+def windows(records: list[StepRecord], steps: Iterable[int]) -> list[list[StepRecord]]:
     """The records of each window, given the steps of the points that end them."""
     split, start = [], 0
     for step in steps:
@@ -97,7 +103,7 @@ def windows(records, steps):
     return split
 
 
-def gather(window, statistic, layer=None):
+def gather(window: list[StepRecord], statistic: str, layer: int | None = None) -> Any:
     return np.concatenate(
         [
             o.values[statistic].astype(np.float64)
@@ -111,14 +117,14 @@ def gather(window, statistic, layer=None):
 FOLDS = {"up": np.nanmax, "down": np.nanmin, "both": np.nanmin, "positive": np.nansum}
 
 
-def test_it_is_a_sink(tmp_path):
+def test_it_is_a_sink(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
     assert isinstance(sink, Sink)
     sink.close()
     sink.close()
 
 
-def test_every_layer_tag_holds_the_window_extremum(tmp_path):
+def test_every_layer_tag_holds_the_window_extremum(tmp_path: Path) -> None:
     records = random_run(700)
     events = read(written(tmp_path, [header(3), *records]))
     checked = 0
@@ -138,7 +144,7 @@ def test_every_layer_tag_holds_the_window_extremum(tmp_path):
     assert checked == 33
 
 
-def test_the_overview_is_the_worst_of_all_layers_and_loss_is_a_mean(tmp_path):
+def test_the_overview_is_the_worst_of_all_layers_and_loss_is_a_mean(tmp_path: Path) -> None:
     records = random_run(700)
     events = read(written(tmp_path, [header(3), *records]))
     steps = [step for step, _ in series(events, "stability/max_logit")]
@@ -168,7 +174,7 @@ def test_the_overview_is_the_worst_of_all_layers_and_loss_is_a_mean(tmp_path):
     assert sorted(overview) == sorted(f"stability/{name}" for name in expected)
 
 
-def test_a_spike_of_one_step_is_in_the_chart_of_a_thinned_log(tmp_path):
+def test_a_spike_of_one_step_is_in_the_chart_of_a_thinned_log(tmp_path: Path) -> None:
     spiked = 7_771
     records = (logits(s, 500.0 if s == spiked else 8.0) for s in range(1, 9_001))
     events = read(written(tmp_path, records))
@@ -179,7 +185,7 @@ def test_a_spike_of_one_step_is_in_the_chart_of_a_thinned_log(tmp_path):
         assert spiked <= step <= spiked * 1.01
 
 
-def test_points_are_one_per_cent_of_the_run_apart(tmp_path):
+def test_points_are_one_per_cent_of_the_run_apart(tmp_path: Path) -> None:
     written(tmp_path, (logits(s, 1.0) for s in range(10, 30_001, 10)))
     steps = np.array([step for step, _ in series(tmp_path, "stability/max_logit")])
     assert list(steps[:100]) == list(range(10, 1001, 10))
@@ -188,7 +194,7 @@ def test_points_are_one_per_cent_of_the_run_apart(tmp_path):
     assert len(steps) < 500
 
 
-def test_a_slow_run_is_written_by_the_clock(tmp_path):
+def test_a_slow_run_is_written_by_the_clock(tmp_path: Path) -> None:
     now = [0.0]
     sink = TensorBoardSink(tmp_path, max_lag_s=60.0, clock=lambda: now[0])
     for step in range(5_000, 5_040):
@@ -199,7 +205,7 @@ def test_a_slow_run_is_written_by_the_clock(tmp_path):
     assert steps == [5_000, 5_006, 5_012, 5_018, 5_024, 5_030, 5_036, 5_039]
 
 
-def test_a_run_without_measurements_still_shows_its_loss(tmp_path):
+def test_a_run_without_measurements_still_shows_its_loss(tmp_path: Path) -> None:
     now = [0.0]
     sink = TensorBoardSink(tmp_path, max_lag_s=60.0, clock=lambda: now[0])
     for step in range(1, 11):
@@ -209,14 +215,14 @@ def test_a_run_without_measurements_still_shows_its_loss(tmp_path):
     assert series(tmp_path, "stability/loss") == [(3, 2.0), (6, 5.0), (9, 8.0), (10, 10.0)]
 
 
-def test_the_last_window_is_written_on_close(tmp_path):
+def test_the_last_window_is_written_on_close(tmp_path: Path) -> None:
     events = [logits(1000, 1.0), logits(1001, 90.0), logits(1002, 2.0)]
     written(tmp_path, events)
     assert series(tmp_path, "stability/max_logit") == [(1000, 1.0), (1002, 90.0)]
 
 
 @pytest.mark.parametrize("layers", [1, 12, 16, 48, 96, 500])
-def test_no_model_makes_more_than_200_tags(tmp_path, layers):
+def test_no_model_makes_more_than_200_tags(tmp_path: Path, layers: int) -> None:
     everything = [
         Observation(f"b.{i}", i, {name: np.ones(2, np.float32) for name in DEFAULT_SET})
         for i in range(layers)
@@ -230,7 +236,7 @@ def test_no_model_makes_more_than_200_tags(tmp_path, layers):
     assert f"stability.qk_abs_max_logit/layer.{layers - 1}" in tags["scalars"]
 
 
-def test_the_overview_sees_a_layer_that_has_no_tag_of_its_own(tmp_path):
+def test_the_overview_sees_a_layer_that_has_no_tag_of_its_own(tmp_path: Path) -> None:
     quiet = [observation(i, qk_abs_max_logit=[1.0]) for i in range(500)]
     hidden = next(
         i
@@ -243,7 +249,7 @@ def test_the_overview_sees_a_layer_that_has_no_tag_of_its_own(tmp_path):
     assert series(tmp_path / "b", "stability/max_logit") == [(1, 77.0)]
 
 
-def test_nan_and_infinity_are_never_written_as_numbers(tmp_path):
+def test_nan_and_infinity_are_never_written_as_numbers(tmp_path: Path) -> None:
     nan, inf = math.nan, math.inf
     events = [
         record(1, observation(0, qk_abs_max_logit=[nan, nan], entropy=[nan, 2.0]), loss=nan),
@@ -258,7 +264,7 @@ def test_nan_and_infinity_are_never_written_as_numbers(tmp_path):
     assert series(tmp_path, "stability/nonfinite_steps_total") == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
-def test_what_counts_as_a_nonfinite_step(tmp_path):
+def test_what_counts_as_a_nonfinite_step(tmp_path: Path) -> None:
     bad = FirstBad(layer="a", layer_index=0, tensor="q", step=2)
     events = [
         record(1, observation(0, nonfinite=[0.0, 0.0], nonfinite_masked_output=[5.0, 5.0])),
@@ -274,7 +280,7 @@ def test_what_counts_as_a_nonfinite_step(tmp_path):
     assert values == [10, 11, 12, 12, 12, 13, 14]
 
 
-def test_the_largest_logit_is_the_first_present_of_each_layer(tmp_path):
+def test_the_largest_logit_is_the_first_present_of_each_layer(tmp_path: Path) -> None:
     seen = [
         observation(0, qk_abs_max_logit=[5.0], abs_max_logit=[900.0], max_logit=[900.0]),
         observation(1, abs_max_logit=[7.0], max_logit=[-1.0]),
@@ -284,9 +290,9 @@ def test_the_largest_logit_is_the_first_present_of_each_layer(tmp_path):
     assert series(tmp_path, "stability/max_logit") == [(1, 7.0)]
 
 
-def test_alerts_count_up_and_the_level_follows_what_fires(tmp_path):
-    def alert(step, rule, severity, state=State.FIRING, layer="a"):
-        return Alert(step=step, rule=rule, severity=severity, state=state, layer=layer)
+def test_alerts_count_up_and_the_level_follows_what_fires(tmp_path: Path) -> None:
+    def alert(step: int, rule: str, severity: Severity, state: State = State.FIRING) -> Alert:
+        return Alert(step=step, rule=rule, severity=severity, state=state, layer="a")
 
     events = [
         logits(1, 1.0),
@@ -308,7 +314,7 @@ def test_alerts_count_up_and_the_level_follows_what_fires(tmp_path):
     assert levels == {1: 0, 2: 2, 3: 3, 4: 1, 5: 0, 6: 0}
 
 
-def test_an_alert_writes_what_is_pending_at_once(tmp_path):
+def test_an_alert_writes_what_is_pending_at_once(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
     sink.emit(logits(10_000, 1.0))
     sink.emit(logits(10_001, 60.0))  # not due for another hundred steps
@@ -318,7 +324,7 @@ def test_an_alert_writes_what_is_pending_at_once(tmp_path):
     sink.close()
 
 
-def test_a_late_alert_never_goes_back_in_steps(tmp_path):
+def test_a_late_alert_never_goes_back_in_steps(tmp_path: Path) -> None:
     events = [logits(1, 1.0), logits(2, 1.0), Alert(step=1, rule="r", severity=Severity.INFO)]
     written(tmp_path, events)
     for tag in ("stability/alerts_total", "stability/alert_level"):
@@ -329,7 +335,7 @@ def test_a_late_alert_never_goes_back_in_steps(tmp_path):
     assert text.splitlines()[2].startswith("| 1 |")
 
 
-def test_alerts_of_one_step_share_a_table(tmp_path):
+def test_alerts_of_one_step_share_a_table(tmp_path: Path) -> None:
     events = [
         Alert(step=5, rule="one", severity=Severity.CRITICAL),
         Alert(step=5, rule="two", severity=Severity.CRITICAL),
@@ -342,7 +348,7 @@ def test_alerts_of_one_step_share_a_table(tmp_path):
     assert rules == [["one"], ["one", "two"], ["three"]]
 
 
-def test_descriptions_come_from_the_catalogue(tmp_path):
+def test_descriptions_come_from_the_catalogue(tmp_path: Path) -> None:
     written(tmp_path, [header(2), *(logits(s, 1.0, layers=2) for s in (1, 2))])
     metadata = read(tmp_path).SummaryMetadata("stability.qk_abs_max_logit/layer.1")
     assert CATALOGUE["qk_abs_max_logit"].meaning in metadata.summary_description
@@ -352,7 +358,7 @@ def test_descriptions_come_from_the_catalogue(tmp_path):
     assert "Largest" in read(tmp_path).SummaryMetadata("stability/max_logit").summary_description
 
 
-def resumed_run(folder, monkeypatch):
+def resumed_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that reached step 80, and one that went on from step 51."""
     monkeypatch.setattr("time.time", lambda: 1_700_000_000.0)  # names the first file
     written(folder, [logits(s, float(s)) for s in range(1, 81)])
@@ -360,14 +366,18 @@ def resumed_run(folder, monkeypatch):
     written(folder, [logits(s, 1000.0 + s) for s in range(51, 71)], start_step=51)
 
 
-def test_a_resumed_run_supersedes_its_later_steps(tmp_path, monkeypatch):
+def test_a_resumed_run_supersedes_its_later_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     resumed_run(tmp_path, monkeypatch)
     steps, values = zip(*series(tmp_path, "stability/max_logit"), strict=True)
     assert steps == tuple(range(1, 71))
     assert values == (*range(1, 51), *range(1051, 1071))
 
 
-def test_the_server_s_slow_loader_purges_too(tmp_path, monkeypatch):
+def test_the_server_s_slow_loader_purges_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # It takes a run's first START for its beginning: the first process must write one as well.
     resumed_run(tmp_path, monkeypatch)
     events = plugin_event_accumulator.EventAccumulator(str(tmp_path), {"tensors": 0}).Reload()
@@ -375,7 +385,7 @@ def test_the_server_s_slow_loader_purges_too(tmp_path, monkeypatch):
     assert steps == list(range(1, 71))
 
 
-def test_a_folder_that_cannot_be_made_says_so(tmp_path):
+def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(LogDirectoryError, match=r"cannot write TensorBoard files to .*another one"):
         TensorBoardSink(tmp_path / "file" / "run")
@@ -395,13 +405,13 @@ CHILD = """
 """
 
 
-def child(folder, body, **options):
+def child(folder: Path, body: str, **options: Any) -> subprocess.CompletedProcess[str]:
     source = textwrap.dedent(CHILD) + textwrap.dedent(body)
     command = [sys.executable, "-c", source, str(folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
 
 
-def test_a_killed_run_loses_no_alert_and_nothing_before_it(tmp_path):
+def test_a_killed_run_loses_no_alert_and_nothing_before_it(tmp_path: Path) -> None:
     body = """
         for step in range(1, 31):
             sink.emit(point(step))
@@ -416,7 +426,7 @@ def test_a_killed_run_loses_no_alert_and_nothing_before_it(tmp_path):
     assert "gone" in text
 
 
-def test_a_full_disk_raises_in_emit_and_does_not_hang_close(tmp_path):
+def test_a_full_disk_raises_in_emit_and_does_not_hang_close(tmp_path: Path) -> None:
     body = """
         import threading
         threading.excepthook = lambda args: None
@@ -434,7 +444,7 @@ def test_a_full_disk_raises_in_emit_and_does_not_hang_close(tmp_path):
             print("close raised")
     """
 
-    def small_files():
+    def small_files() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 

@@ -48,6 +48,15 @@ def test_two_halves_merge_into_the_whole(call: AttentionCall, full: bool):
         torch.testing.assert_close(*peaks, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_call_that_sees_nothing_leaves_the_other_s_peak():
+    x = torch.randn(1, 2, 5, 3)
+    seen = AttentionCall(layer="a", q_BHQD=x, k_BGKD=x)
+    blind = replace(seen, masks=(torch.zeros(5, 5, dtype=torch.bool),))
+    one, other = accumulate(seen, full=True), accumulate(blind, full=True)
+    assert torch.equal(merge(one, other).peak, one.peak)
+    assert torch.equal(merge(other, one).peak, one.peak)
+
+
 def test_layers_side_by_side_finish_as_they_would_alone():
     g = torch.Generator().manual_seed(0)
     calls = [

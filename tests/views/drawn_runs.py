@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from stability_probe.records import Alert, Severity, State
 
-Points = list[tuple[float, float]]
+Points = list[tuple[float, float | None]]
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class MadeUpRun:
 
 
 def make_run(
-    losses: dict[int, float | None],
-    statistics: dict[str, dict[int, list[list[float]]]],
+    losses: Mapping[int, float | None],
+    statistics: Mapping[str, Mapping[int, list[list[float]]]],
     alerts: Sequence[Alert] = (),
-    **scalars: dict[int, float],
+    **scalars: Mapping[int, float],
 ) -> MadeUpRun:
     """A run from {step: loss} and {statistic: {step: [layer][head]}}."""
-    table: dict[str, list[float]] = {"step": list(losses), "loss": list(losses.values())}
+    table: dict[str, list[Any]] = {"step": list(losses), "loss": list(losses.values())}
     for name, column in scalars.items():
         table[name] = [column.get(step, np.nan) for step in losses]
     rows: dict[tuple[int, int, int], dict[str, float]] = {}
