@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeGuard
@@ -19,8 +16,9 @@ from torch import Tensor, nn
 from stability_probe.alerts.rule import Rule
 from stability_probe.capture import attach
 from stability_probe.errors import ProbeClosedError
+from stability_probe.header import run_header
 from stability_probe.lookout import Lookout, coverage_text
-from stability_probe.meter import Measurement, Meter
+from stability_probe.meter import Meter
 from stability_probe.monitor import Monitor
 from stability_probe.plan import Plan
 from stability_probe.records import (
@@ -28,7 +26,6 @@ from stability_probe.records import (
     LayerInfo,
     Level,
     Origin,
-    RunHeader,
     Severity,
     SiteReport,
     State,
@@ -40,46 +37,13 @@ from stability_probe.sinks import Sink
 from stability_probe.sinks.console import ConsoleSink
 from stability_probe.sinks.guard import GuardedSinks
 from stability_probe.sinks.tensorboard import TensorBoardSink
-from stability_probe.stats.catalogue import CATALOGUE
-from stability_probe.transfer import HostCopy
+from stability_probe.waiting import Scalar, WaitingStep, copied, is_trouble
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Scalar = float | Tensor
-
 KEPT_RECORDS = 1000  # in memory, where there is no run directory
 _LOG = logging.getLogger("stability_probe")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
-    """A step whose numbers are still on their way to the host."""
-
-    scalars: StepScalars  # without the numbers below
-    numbers: dict[str, HostCopy]
-    measurement: Measurement
-
-    @property
-    def ready(self) -> bool:
-        return self.measurement.ready and all(copy.ready for copy in self.numbers.values())
-
-    def record(self) -> StepRecord:
-        numbers = {name: float(copy.numpy()) for name, copy in self.numbers.items()}
-        first_bad = self.measurement.first_bad()
-        observations = self.measurement.observations()
-        scalars = replace(
-            self.scalars,
-            first_bad=first_bad,
-            loss=numbers.get("loss"),
-            grad_norm=numbers.get("grad_norm"),
-            eval_loss=numbers.get("eval_loss"),
-        )
-        return StepRecord(
-            scalars,
-            observations,
-            self.measurement.level if observations else Level.SENTINEL,
-        )
 
 
 class Probe:
@@ -99,7 +63,7 @@ class Probe:
         allow_eval: bool = False,
     ) -> None:
         self.logdir = None if logdir is None else Path(logdir)
-        self._plan = plan or Plan()
+        self._plan, self._created = plan or Plan(), time.time()
         self._monitor = Monitor(rules)
         self._on_alert, self._optimizer, self._strict = on_alert, optimizer, strict
         self._meter = Meter()
@@ -113,7 +77,7 @@ class Probe:
         self._on_cpu = not any(p.device.type == "cuda" for p in model.parameters())
         self._alerts: list[Alert] = []
         self._kept: deque[StepRecord] = deque(maxlen=KEPT_RECORDS)
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[WaitingStep] = deque()
         self._step = 0  # the last step that was ended
         self._phase, self._phase_start = "", 1
         self._escalate = False
@@ -247,7 +211,7 @@ class Probe:
         console: list[Sink] = [ConsoleSink()]
         if self.logdir is None:
             return console
-        return [RunWriter(self.logdir, self._header()), *console]
+        return [RunWriter(self.logdir, run_header((), self._plan, created=self._created)), *console]
 
     def _begin(self, first: int) -> None:
         """What must know the run's first step: a resumed run starts where it was."""
@@ -262,7 +226,7 @@ class Probe:
         self._attachment.heal()
         if self._step == 0:
             self._begin(now)
-        measurement = self._meter.drain(now, read_sentinel=self._on_cpu or _is_trouble(numbers))
+        measurement = self._meter.drain(now, read_sentinel=self._on_cpu or is_trouble(numbers))
         scalars = StepScalars(
             step=now,
             learning_rate=self._learning_rate(),
@@ -270,8 +234,8 @@ class Probe:
             phase=self._phase,
             wall_time=time.time(),
         )
-        copies = {name: _copied(value) for name, value in numbers.items()}
-        self._waiting.append(_Waiting(scalars, copies, measurement))
+        copies = {name: copied(value) for name, value in numbers.items()}
+        self._waiting.append(WaitingStep(scalars, copies, measurement))
         self._step, self._escalate = now, False
         self._flush(wait=False)
         for alert in self._lookout.after_step(now):
@@ -359,7 +323,7 @@ class Probe:
         if self._attachment.discovering or layers == self._announced:
             return
         self._announced = layers
-        self._sinks.emit(self._header(layers))
+        self._sinks.emit(run_header(layers, self._plan, created=self._created))
         _LOG.info("coverage:\n%s", coverage_text(self.coverage))
 
     def _layers(self) -> tuple[LayerInfo, ...]:
@@ -370,22 +334,6 @@ class Probe:
             if (site := sites.get(name.split("#")[0])) is not None
         )
 
-    def _header(self, layers: tuple[LayerInfo, ...] = ()) -> RunHeader:
-        return RunHeader(
-            created=time.time(),
-            layers=layers,
-            statistics={
-                s.name: {"unit": s.unit, "pooling": s.pooling, "danger": s.danger}
-                for s in CATALOGUE.values()
-            },
-            versions={
-                "stability-probe": metadata.version("stability-probe"),
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-            },
-            plan=str(self._plan),
-        )
-
     def _learning_rate(self) -> float | None:
         """The first parameter group's, where it is a number on the host."""
         if self._optimizer is None:
@@ -393,20 +341,6 @@ class Probe:
         rate = self._optimizer.param_groups[0]["lr"]
         on_device = isinstance(rate, Tensor) and rate.device.type != "cpu"
         return None if on_device else float(rate)
-
-
-def _is_trouble(numbers: dict[str, Scalar]) -> bool:
-    """Whether a number that is on the host already is not finite."""
-    return any(
-        x - x != 0
-        for x in numbers.values()
-        if not isinstance(x, Tensor) or (x.device.type == "cpu" and x.numel() == 1)
-    )
-
-
-def _copied(value: Scalar) -> HostCopy:
-    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-    return HostCopy(tensor.detach().reshape(()))
 
 
 def watch(

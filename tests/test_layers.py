@@ -29,9 +29,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "monitor": {"records", "alerts", "detect"},
     "replaying": {"records", "errors", "alerts", "monitor", "runlog", "stats.catalogue"},
     "lookout": {"records", "capture"},
+    "header": {"records", "plan", "stats.catalogue"},
+    "waiting": {"records", "meter", "transfer"},
     "probe": {
-        "records", "errors", "plan", "transfer", "meter", "capture", "lookout", "monitor",
-        "alerts", "runlog", "sinks", "stats.catalogue",
+        "records", "errors", "plan", "header", "waiting", "meter", "capture", "lookout",
+        "monitor", "alerts", "runlog", "sinks",
     },
     "remedies": {"errors"},
     "demo": {"__init__", "records", "errors", "remedies", "runlog", "probe", "plan", "views",

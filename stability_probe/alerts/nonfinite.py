@@ -87,6 +87,8 @@ class NonFinite:
             return {}
         counted = _count(history.record.observations, step)
         bad = _bad(counted, history.fresh_bad)
+        if not bad:
+            return dict.fromkeys(counted)
         found: dict[str | None, Finding | None] = {b.layer: _finding(b) for b in bad}
         return {**found, **{layer: None for layer in counted if layer not in found}}
 
@@ -165,12 +167,10 @@ def _count(observations: Sequence[Observation], step: int) -> dict[str, BadLayer
     """Each layer whose values were counted, with what is bad in it; None where nothing is."""
     total_OH = gather(observations, ["nonfinite"] * len(observations))
     known_O = ~np.isnan(total_OH).all(axis=1)
-    clean_O: list[bool] = np.asarray(known_O & ~(total_OH > 0).any(axis=1)).tolist()
-    counted: dict[str, BadLayer | None] = {}
-    for observation, clean in zip(observations, clean_O, strict=True):
-        if clean:
-            counted[observation.layer] = None
-            continue
+    clean_O = known_O & ~(total_OH > 0).any(axis=1)
+    clean = [observations[i].layer for i in np.flatnonzero(clean_O).tolist()]
+    counted: dict[str, BadLayer | None] = dict.fromkeys(clean)
+    for observation in [observations[i] for i in np.flatnonzero(~clean_O).tolist()]:
         by_tensor = {t: _known(observation, f"nonfinite_{t}") for t in TENSORS}
         parts = [v for v in by_tensor.values() if v is not None]
         total_H = _known(observation, "nonfinite")

@@ -26,9 +26,8 @@ def trend_verdict(
 ) -> Verdict:
     """Findings in order of falling badness, then the judged layers that are calm."""
     names = history.names
-    found = np.flatnonzero(found_L & judged_L)
-    indices = np.array(history.indices, dtype=np.int64)
-    worst_first = found[np.lexsort((indices[found], -badness_L[found]))].tolist()
+    found = np.flatnonzero(found_L & judged_L).tolist()
+    found.sort(key=lambda i: (-badness_L[i], history.indices[i]))
     calm = np.flatnonzero(judged_L & ~found_L).tolist()
-    verdict: dict[str | None, Finding | None] = {names[i]: finding(i) for i in worst_first}
+    verdict: dict[str | None, Finding | None] = {names[i]: finding(i) for i in found}
     return verdict | dict.fromkeys([names[i] for i in calm])

@@ -25,19 +25,17 @@ from torch.utils.hooks import RemovableHandle
 
 from stability_probe.capture.functions import AttentionMode, Seen
 from stability_probe.capture.hooks import BeginHook, EnterHook, LeaveHook, is_live
-from stability_probe.capture.layout import UnsupportedCallError, canonical
+from stability_probe.capture.layout import UnsupportedCallError
 from stability_probe.capture.scope import Admission, Frame
+from stability_probe.capture.site import Site, call_of
 from stability_probe.capture.sites import (
     attention_is_possible,
     candidates,
     canonical_name,
     head_count,
 )
-from stability_probe.capture.verify import Verification, verify
 from stability_probe.errors import AlreadyWatchedError, EvalModeError, NoAttentionError
 from stability_probe.records import AttentionCall, SiteReport
-
-_VERIFY_TRIES = 3  # a call whose first rows are not finite, or all masked, is tried again
 
 
 class Receiver(Protocol):
@@ -55,27 +53,6 @@ class Receiver(Protocol):
 
     def confirm(self, layer: str) -> None:
         """The layer's provisional calls were a checkpoint's first forward after all."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Site:
-    """One module that was seen to call attention."""
-
-    name: str
-    index: int  # in the order of the first forward
-    module: weakref.ref[nn.Module]
-    kind: str = ""  # its class
-    heads: int | None = None  # what the module declares
-    seen_heads: int = 0
-    seam: str = ""
-    sees: str = ""  # "qk" or "scores"
-    calls: int = 0
-    calls_in_forward: int = 0
-    last_step: int = 0
-    verification: Verification | None = None
-    tries: int = 0
-    disabled: str = ""  # why nothing is recorded any more
-    plain_softmax: bool = False  # its softmax does not descend from q k^T, yet weighs values
 
 
 class Attachment:
@@ -226,11 +203,13 @@ class Attachment:
         if site.disabled or not (seen.descends or site.plain_softmax):
             return None
         try:
-            call = self._call(site, frame, seen)
+            call = call_of(site, frame, seen, with_input=self._receiver.measuring)
         except UnsupportedCallError as unsupported:
             self._disable(site, f"this call cannot be read: {unsupported}")
             return None
-        self._note(site, call, seen)
+        site.note(call, step=self.step)
+        if site.verification is None and self._receiver.measuring:
+            site.verify(call, seen)
         self._receiver.call(call)
         return dataclasses.replace(
             call, q_BHQD=None, k_BGKD=None, scores_BHQK=None, input_rms=None,
@@ -272,41 +251,6 @@ class Attachment:
         site.disabled = why
         self.faults.append((site.name, why))
 
-    def _call(self, site: Site, frame: Frame, seen: Seen) -> AttentionCall:
-        fields = canonical(seen, site.heads)
-        rms = None
-        if self._receiver.measuring and frame.input is not None:
-            rms = frame.input.float().square().mean().sqrt()
-        return AttentionCall(
-            layer=site.name,
-            layer_index=site.index,
-            call_index=site.calls_in_forward,
-            seam=seen.seam,
-            causal=seen.causal,
-            softcap=seen.softcap,
-            dtype=seen.dtype,
-            fused=seen.seam == "sdpa",
-            pre_scaled=seen.pre_scaled,
-            phase="eval_grad" if frame.admission is Admission.EVAL_GRAD else "train",
-            provisional=frame.admission is Admission.PROVISIONAL,
-            input_rms=rms,
-            **fields,
-        )
-
-    def _note(self, site: Site, call: AttentionCall, seen: Seen) -> None:
-        matrix = call.q_BHQD if call.q_BHQD is not None else call.scores_BHQK
-        site.seen_heads = 0 if matrix is None else matrix.shape[1]
-        site.seam, site.sees = seen.seam, "qk" if call.q_BHQD is not None else "scores"
-        site.calls += 1
-        site.calls_in_forward += 1
-        site.last_step = self.step
-        if site.verification is None and self._receiver.measuring and site.tries < _VERIFY_TRIES:
-            site.tries += 1
-            weights = None if seen.weights is None else seen.weights.reshape(
-                matrix.shape[0], site.seen_heads, *seen.weights.shape[-2:]
-            ) if matrix is not None else None  # fmt: skip
-            site.verification = verify(call, weights, seen.dropout)
-
     # What is seen, and what is not
 
     def unseen(self) -> dict[str, str]:
@@ -320,28 +264,13 @@ class Attachment:
 
     def report(self) -> tuple[SiteReport, ...]:
         """The coverage table: every site, then every candidate that gave nothing."""
-        seen = [_report(site) for site in sorted(self.sites.values(), key=lambda s: s.index)]
+        seen = [site.report() for site in sorted(self.sites.values(), key=lambda s: s.index)]
         why = "no forward in training yet" if not self.forwards else "gave no attention call"
         return (*seen, *(SiteReport(n, kind, reason=why) for n, kind in self.unseen().items()))
 
 
 def _same_branch(one: str, two: str) -> bool:
     return one == two or one.startswith(f"{two}.") or two.startswith(f"{one}.")
-
-
-def _report(site: Site) -> SiteReport:
-    report = SiteReport(
-        site.name, site.kind, site.seam, site.seen_heads, site.sees, site.calls,
-        reason=site.disabled,
-    )  # fmt: skip
-    found = site.verification
-    if found is None:
-        reason = site.disabled or "no measured call could be compared yet"
-        return dataclasses.replace(report, reason=reason)
-    if found.passed():
-        return dataclasses.replace(report, verified=found.against, error=found.relative())
-    reason = f"the rebuilt {found.against} differs by {found.relative():.1e} (relative)"
-    return dataclasses.replace(report, error=found.relative(), reason=site.disabled or reason)
 
 
 def _watched_at(model: nn.Module) -> str | None:

@@ -35,7 +35,7 @@ from stability_probe.sinks.markdown import alert_table
 from stability_probe.sinks.tags import OVERVIEW, ScalarTag, layer_tags, overview_tag
 from stability_probe.sinks.window import Window
 
-POINTS_PER_RUN = 100  # a point is due when this share of the run so far has passed
+POINTS_PER_RUN = 100  # a point is due after one part in so many of the run so far
 FLUSH_SECONDS = 10.0
 
 _LEVEL = overview_tag("alert_level")

@@ -152,7 +152,7 @@ def test_missing_samples_neither_silence_nor_resolve():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_one_bad_sample_does_not_change_the_alarm(bad):
-    for hole in (150, 219, 220, 221, 245, 259):
+    for hole in (219, 220, 259):
         run = stream(
             range(1, 300),
             {"a": lambda s, hole=hole: {"qk_abs_max_logit": bad if s == hole else runaway(s)}},

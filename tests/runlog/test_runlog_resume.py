@@ -42,13 +42,14 @@ def alert_states(path: Path) -> list[tuple[int, str, bool]]:
 
 def test_a_resumed_run_supersedes_the_steps_from_its_start_on(tmp_path: Path) -> None:
     first = [record(step) for step in range(1, 9)]
-    write(tmp_path, *first[:5], alert(5), *first[5:], alert(7))
+    write(tmp_path, *first[:5], alert(5), *first[5:], alert(6), alert(7))
     write(tmp_path, alert(0, "start"), *(other(step) for step in range(6, 11)), alert(8, "new"))
     run = load(tmp_path)
     assert_same(list(run.records()), [*first[:5], *(other(step) for step in range(6, 11))])
     assert run.warnings == ()
     assert alert_states(tmp_path) == [
         (5, "r", False),
+        (6, "r", True),
         (7, "r", True),
         (0, "start", False),  # an alert before the first step supersedes nothing
         (8, "new", False),

@@ -98,5 +98,5 @@ def words(figure: Figure) -> str:
 
 def drawn(figure: Figure, folder: Path) -> None:
     """The figure renders: nothing in it waits to fail."""
-    figure.savefig(folder / "figure.png")
-    assert (folder / "figure.png").stat().st_size > 5_000
+    figure.savefig(folder / "figure.png", dpi=30)
+    assert (folder / "figure.png").stat().st_size > 1_000

@@ -196,6 +196,17 @@ def test_names_at_the_end_of_lines_do_not_overlap() -> None:
     assert max(heights) <= 1.0 + 1e-9
 
 
+def test_a_name_stands_at_the_end_of_its_line() -> None:
+    logits = {s: [[float(s)], [30.0 * s], [900.0]] for s in range(1, 11)}
+    figure = overview(make_run({}, {"max_logit": logits}))
+    figure.draw_without_rendering()
+    panel = figure.axes[2]
+    for text in panel.texts:
+        [points] = lines(panel, text.get_text())
+        _, height = panel.transAxes.inverted().transform(panel.transData.transform(points[-1]))
+        assert text.xy[1] == pytest.approx(height)
+
+
 def test_the_first_fall_of_the_loss_does_not_flatten_the_rest() -> None:
     losses = {s: (10.0 - s if s < 8 else 2.0 + 0.3 * (s > 80)) for s in STEPS}
     panel = overview(make_run(losses, {})).axes[1]
