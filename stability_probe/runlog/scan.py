@@ -47,16 +47,29 @@ def scan(folder: Path, rank: int, warn: Warn) -> Scan:
         rank: whose files.
         warn: told what cannot be read.
     """
-    sizes = {n: (folder / str(n)).stat().st_size for n in run_files(folder) if n.rank == rank}
-    lines = {n: list(_read_lines(folder / str(n), warn)) for n in sizes if n.kind == "events"}
-    # Listed again: by now a line may tell of a file that was not there before.
-    names = [name for name in run_files(folder) if name.rank == rank]
+    # The run may be growing: the batches first, then the lines, which are written after them, then
+    # the files that the lines tell of. Each is listed anew, since files come into being meanwhile.
+    sizes = {n: _size(folder / str(n)) for n in _files(folder, rank, "observations")}
+    events = _files(folder, rank, "events")
+    lines = {n: list(_read_lines(folder / str(n), warn)) for n in events}
+    names = sorted([*lines, *_files(folder, rank, "observations")])
     return _merge(
         [
             _read_session(folder, list(session), lines, sizes, warn)
             for _, session in groupby(names, key=attrgetter("session"))
         ]
     )
+
+
+def _files(folder: Path, rank: int, kind: str) -> list[FileName]:
+    return [name for name in run_files(folder) if name.rank == rank and name.kind == kind]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # a file without a record is removed when it is closed
+        return 0
 
 
 def _merge(sessions: Sequence[Scan]) -> Scan:

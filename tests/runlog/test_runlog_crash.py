@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import runlog_child
-from runlog_cases import assert_same, same
+from runlog_cases import HEADER, assert_same, same
 
-from stability_probe.runlog import load
+from stability_probe.runlog import RunWriter, load
+from stability_probe.runlog import scan as scan_module
+from stability_probe.runlog.schema import FileName
 
 CHILD = Path(runlog_child.__file__)
 
@@ -75,6 +78,25 @@ def test_a_run_that_is_being_written_reads_as_a_whole_beginning(tmp_path: Path) 
         child.kill()
         child.stdout.close()
         child.wait()
+
+
+@pytest.mark.parametrize("kind", ["events", "observations"])
+def test_files_that_come_into_being_while_the_run_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A reader that lists the directory just before a file is made still tells no half step."""
+    writer = RunWriter(tmp_path, HEADER)
+    for step in (1, 2, 4):
+        writer.emit(runlog_child.make(step))
+    list_all, listings = scan_module.run_files, itertools.count()
+
+    def late(folder: Path) -> list[FileName]:
+        first = next(listings) == 0
+        return [name for name in list_all(folder) if not (first and name.kind == kind)]
+
+    monkeypatch.setattr(scan_module, "run_files", late)
+    assert_same(list(load(tmp_path).records()), [runlog_child.make(step) for step in (1, 2, 4)])
+    writer.close()
 
 
 def test_a_full_disk_raises_and_loses_only_what_raised(tmp_path: Path) -> None:
