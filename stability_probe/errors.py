@@ -32,5 +32,9 @@ class RunNotFoundError(StabilityProbeError, FileNotFoundError):
     """There is no recorded run in the directory."""
 
 
+class FrameError(StabilityProbeError, ValueError):
+    """A DataFrame that cannot be read as a recorded run."""
+
+
 class ShapeError(StabilityProbeError, ValueError):
     """Tensor shapes, dtypes or devices that do not fit together."""

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from stability_probe.alerts.comparable import LOGIT_STATISTICS
 from stability_probe.alerts.rule import Rule
-from stability_probe.errors import StabilityProbeError
+from stability_probe.errors import FrameError
 from stability_probe.monitor import Monitor
 from stability_probe.records import Alert, Level, Observation, Origin, StepRecord, StepScalars
-from stability_probe.stats.catalogue import CATALOGUE
+from stability_probe.stats.catalogue import CATALOGUE, MAX_LOGIT
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,15 +26,11 @@ KEYS = ("step", "layer", "head")
 LOSSES = ("loss", "grad_norm", "eval_loss", "learning_rate")
 SCALARS = (*LOSSES, "skipped", "phase")
 LAYER_COLUMNS = ("layer_index", "sequences", "ranks")
-READABLE = (*LOGIT_STATISTICS, "nonfinite", "fp16_headroom_log2")
+READABLE = (*MAX_LOGIT, "nonfinite", "fp16_headroom_log2")
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
-
-
-class FrameError(StabilityProbeError, ValueError):
-    """A DataFrame that cannot be read as a recorded run."""
 
 
 class Recorded(Protocol):

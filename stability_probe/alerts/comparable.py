@@ -14,11 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stability_probe.records import Observation
+from stability_probe.stats.catalogue import MAX_LOGIT
 
 Float32 = npt.NDArray[np.float32]
-
-LOGIT_STATISTICS = ("qk_abs_max_logit", "abs_max_logit", "max_logit")
-"""What growth rules read: the first of these that a layer has."""
 
 PATIENCE = 8  # samples of another kind in a row before a layer is judged by that kind
 
@@ -49,7 +47,7 @@ class Kind:
 
 def kind_of(observation: Observation) -> Kind | None:
     """The kind of an observation's logits; None where it has none."""
-    for name in LOGIT_STATISTICS:
+    for name in MAX_LOGIT:
         if _known(observation.values, name):
             return Kind(name, observation.sequences, observation.ranks)
     return None

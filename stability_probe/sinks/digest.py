@@ -9,9 +9,9 @@ from types import MappingProxyType
 import numpy as np
 
 from stability_probe.records import FirstBad, Observation, StepRecord
-from stability_probe.sinks.tags import LAYER_STATISTICS, MAX_LOGIT, ScalarTag, fold_of, overview_tag
+from stability_probe.sinks.tags import LAYER_STATISTICS, ScalarTag, fold_of, overview_tag
 from stability_probe.sinks.window import Fold
-from stability_probe.stats.catalogue import CATALOGUE
+from stability_probe.stats.catalogue import CATALOGUE, MAX_LOGIT
 
 Number = tuple[str, float | None, Fold]  # tag, value (None: absent), how steps fold
 

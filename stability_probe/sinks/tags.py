@@ -19,7 +19,6 @@ from stability_probe.stats.catalogue import CATALOGUE
 MAX_TAGS = 200
 
 # The first that a layer has is "the" largest logit: before bias and soft-cap, where known.
-MAX_LOGIT = ("qk_abs_max_logit", "abs_max_logit", "max_logit")
 
 _SINCE = "since the last point"
 OVERVIEW: Mapping[str, str] = MappingProxyType(

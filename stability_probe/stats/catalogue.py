@@ -443,3 +443,6 @@ CATALOGUE: Mapping[str, Statistic] = MappingProxyType(
 
 DEFAULT_SET: tuple[str, ...] = tuple(s.name for s in CATALOGUE.values() if s.default)
 """The statistics that every measured step stores."""
+
+MAX_LOGIT: tuple[str, ...] = ("qk_abs_max_logit", "abs_max_logit", "max_logit")
+"""The largest logit, by preference: rules and pictures read the first that a layer has."""

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stability_probe.records import Alert, State
+from stability_probe.stats.catalogue import MAX_LOGIT
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,7 +19,6 @@ Steps = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
 
 # The first that a layer has is its largest logit: before bias and soft-cap, where known.
-_MAX_LOGIT = ("qk_abs_max_logit", "abs_max_logit", "max_logit")
 
 
 class Recorded(Protocol):
@@ -129,7 +129,7 @@ def largest_logit(frame: pd.DataFrame) -> dict[str, Curve]:
 
     Before bias and soft-cap where that was recorded, else as softmax received it.
     """
-    present = [name for name in _MAX_LOGIT if name in frame]
+    present = [name for name in MAX_LOGIT if name in frame]
     if not present:
         return {}
     values = frame[present[0]]

@@ -238,6 +238,13 @@ def test_a_finite_mask_that_large_logits_get_past():
     assert both(dropped_too)[1]["mask_leak"].item() == 0
 
 
+@pytest.mark.parametrize(("weight", "leaks"), [(8e-7, 0), (1.3e-6, 1)])
+def test_a_leak_is_a_weight_above_a_millionth(weight: float, leaks: int):
+    scores = torch.tensor([0.0, math.log(weight), -1e4 + 1]).view(1, 1, 1, 3)
+    mask = torch.tensor([0.0, -1e4, -1e4])
+    assert of_scores(scores, masks=(mask,))["mask_leak"].item() == leaks
+
+
 def test_an_infinity_under_an_additive_mask_is_a_fault_and_under_a_bool_mask_is_not():
     scores = torch.zeros(1, 1, 2, 3)
     scores[0, 0, 0, 2] = torch.inf
@@ -308,7 +315,8 @@ def test_bad_keys_at_the_start(causal: bool):
     g = torch.Generator().manual_seed(0)
     q, k = torch.randn(1, 2, 9, 4, generator=g), torch.randn(1, 2, 9, 4, generator=g)
     k[:, :, :2], k[:, 1, 5] = torch.inf, torch.nan
-    k[:, :, 2] = 10 * q[:, :, 0]  # huge for the first query, which causal order does not let see it
+    q[..., 0] = 0  # only the first query has much to do with the third key,
+    q[:, :, 0, 0], k[:, :, 2, 0] = 5, 100  # which causal order does not let it see
     want = statistics(q, k, causal=causal)
     for values in both(AttentionCall(layer="a", q_BHQD=q, k_BGKD=k, causal=causal)):
         for name in ("abs_max_logit", "qk_abs_max_logit", "entropy", "nonfinite"):
