@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stability_probe.remedies import Attention, RMSQKNorm
 
-WIDTH, HEADS, LAYERS = 64, 4, 3
+WIDTH, HEADS, LAYERS = 64, 4, 2
 
 
 class Block(nn.Module):
@@ -24,7 +24,7 @@ class Block(nn.Module):
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attention = Attention(WIDTH, HEADS, causal=causal, qk_control=control)
         self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
         )
 
     def forward(self, x_BTC: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class ByteModel(nn.Module):
     def __init__(self, length: int, *, qk_norm: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, WIDTH)
-        self.position = nn.Parameter(_sines(length) / 2)
+        self.position = nn.Parameter(_sines(length))
         blocks = [Block(causal=True, qk_norm=qk_norm) for _ in range(LAYERS)]
         self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(WIDTH)

@@ -72,7 +72,7 @@ def _text() -> Task:
         draw=lambda generator: windows(train, 16, generator),
         evaluation=windows(evaluate, 32, torch.Generator().manual_seed(7)),
         loss=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
-        schedule=Schedule(start=700, ramp=250, hold=50, learning_rate=3e-3),
+        schedule=Schedule(start=600, ramp=300, hold=0, learning_rate=4e-3),
     )
 
 
