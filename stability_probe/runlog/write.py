@@ -156,7 +156,8 @@ class RunWriter:
         return AppendFile(self.folder / str(name))
 
     def _begin_session(self) -> None:
-        self._session = new_session(path.name for path in self.folder.iterdir())
+        there = self.folder.iterdir() if self.folder.is_dir() else ()
+        self._session = new_session(path.name for path in there)
         self._part = 0
         self._last_step = None
 

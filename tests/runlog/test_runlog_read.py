@@ -93,12 +93,14 @@ def test_the_frame_is_long_sorted_and_has_what_was_ever_present(tmp_path: Path) 
 
 
 def test_layers_of_one_index_stay_apart_and_in_order(tmp_path: Path) -> None:
-    x = Observation("x", 0, {"entropy": np.array([1, 2], F)})
-    y = Observation("y", 0, {"entropy": np.array([3, 4, 5], F)})
-    z = Observation("z", -1, {"entropy": np.array([6], F)})
+    rng = np.random.default_rng(0)
+    x = Observation("x", 0, {"entropy": rng.normal(size=50).astype(F)})
+    y = Observation("y", 0, {"entropy": rng.normal(size=70).astype(F)})
+    z = Observation("z", -1, {"entropy": rng.normal(size=40).astype(F)})
     frame = load(write(tmp_path, StepRecord(StepScalars(1), (y, x, x, z)))).frame()
-    assert frame["layer"].tolist() == ["z", "y", "y", "y", "x", "x", "x", "x"]
-    assert frame["entropy"].tolist() == [6, 3, 4, 5, 1, 2, 1, 2]
+    assert frame["layer"].tolist() == ["z"] * 40 + ["y"] * 70 + ["x"] * 100
+    expected = np.concatenate([o.values["entropy"] for o in (z, y, x, x)])
+    np.testing.assert_array_equal(frame["entropy"], expected)
 
 
 def test_a_frame_without_measured_steps_is_empty(tmp_path: Path) -> None:

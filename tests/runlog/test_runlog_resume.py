@@ -160,8 +160,11 @@ def test_writing_goes_on_after_the_directory_was_removed(tmp_path: Path) -> None
             writer.emit(record(step))
         except OSError:
             failures += 1
-    writer.close()
     assert failures == 1
+    shutil.rmtree(tmp_path / "run")
+    for step in (3, 4, 5, 6, 7):  # back, with nowhere to write
+        writer.emit(record(step))
+    writer.close()
     assert_same(list(load(tmp_path / "run").records()), [record(step) for step in range(3, 8)])
     assert load(tmp_path / "run").header == HEADER
 
