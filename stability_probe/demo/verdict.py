@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stability_probe.records import Alert, Severity, State
+from stability_probe.records import Alert, Origin, Severity, State
 from stability_probe.runlog.read import Run
 
 LASTING = 30  # steps for which a divergence must last
@@ -24,7 +24,7 @@ class Outcome:
 
     name: str
     alerts: tuple[Alert, ...]
-    first_alert: Alert | None  # the first firing one, warning or worse
+    first_alert: Alert | None  # the first firing one of a rule, warning or worse
     divergence_step: int | None
     final_loss: float  # mean of the last three evaluations, nats
     best_before_ramp: float  # nats
@@ -77,10 +77,13 @@ def divergence_step(steps: Array, losses: Array) -> int | None:
 
 def outcome(name: str, run: Run, *, ramp_start: int) -> Outcome:
     """Judges a finished run of the demo."""
-    evaluated = run.scalars.dropna(subset="eval_loss")
-    steps, losses = evaluated.step.to_numpy(), evaluated.eval_loss.to_numpy()
+    steps, losses = _evaluations(run)
     worrying = [
-        a for a in run.alerts if a.state is State.FIRING and a.severity is not Severity.INFO
+        a
+        for a in run.alerts
+        if a.state is State.FIRING
+        and a.severity is not Severity.INFO
+        and a.origin is Origin.RULE  # a full disk foretells no divergence
     ]
     return Outcome(
         name=name,
@@ -88,8 +91,15 @@ def outcome(name: str, run: Run, *, ramp_start: int) -> Outcome:
         first_alert=worrying[0] if worrying else None,
         divergence_step=divergence_step(steps, losses),
         final_loss=float(losses[-3:].mean()),
-        best_before_ramp=float(losses[steps <= ramp_start].min()),
+        best_before_ramp=float(np.nanmin(losses[steps <= ramp_start])),
     )
+
+
+def _evaluations(run: Run) -> tuple[Array, Array]:
+    """Steps and losses of the evaluations, a loss of NaN among them."""
+    scalars = (record.scalars for record in run.records())
+    found = [(s.step, s.eval_loss) for s in scalars if s.eval_loss is not None]
+    return np.array([step for step, _ in found]), np.array([loss for _, loss in found])
 
 
 def as_announced(outcomes: Mapping[str, Outcome]) -> bool:
