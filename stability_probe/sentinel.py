@@ -7,8 +7,6 @@ the sentinel cannot tell, so it marks where that could be the explanation.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -53,5 +51,9 @@ def bad_steps(peaks: Tensor, step: int) -> Tensor:
 def _stacked(*tensors: Tensor | None) -> Tensor:
     present = next(t for t in tensors if t is not None)
     none = torch.zeros((), device=present.device)
-    peaks = (none if t is None else torch.linalg.vector_norm(t, math.inf).float() for t in tensors)
-    return torch.stack(list(peaks))
+    return torch.stack([none if t is None or t.numel() == 0 else _largest(t) for t in tensors])
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """Largest absolute value; both extrema keep NaN. On a CPU far faster than an inf-norm."""
+    return torch.maximum(tensor.amax(), -tensor.amin()).float()
