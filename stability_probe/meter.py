@@ -127,8 +127,7 @@ class Meter:
 
     def call(self, call: AttentionCall) -> None:
         """Reduces a call at once; none of its tensors is kept."""
-        matrix = call.scores_BHQK if call.q_BHQD is None else call.q_BHQD
-        pool = _Pool(peaks=call_peaks(call), sequences=0 if matrix is None else matrix.shape[0])
+        pool = _Pool(peaks=call_peaks(call), sequences=_sequences(call))
         if self.measuring:
             pool.accumulators = accumulate(call, full=self.level is Level.FULL)
         with self._lock:
@@ -218,6 +217,14 @@ class Meter:
             tuple((name, f.shape[1]) for name, f in zip(values, flat, strict=True)),
             HostCopy(torch.cat(flat, dim=1)),
         )
+
+
+def _sequences(call: AttentionCall) -> int:
+    """How many sequences a call holds."""
+    if call.sequences is not None:
+        return call.sequences
+    matrix = call.scores_BHQK if call.q_BHQD is None else call.q_BHQD
+    return 0 if matrix is None else matrix.shape[0]
 
 
 def _note_bad(group: Sequence[tuple[_Slot, _Pool]], step: int) -> None:

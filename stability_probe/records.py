@@ -11,7 +11,7 @@ positions, K key positions, D head width, E value width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -70,6 +70,11 @@ class AttentionCall:
 
     Masks have the meaning of `torch.nn.functional.scaled_dot_product_attention`: a bool mask
     is True where a key is visible, a float mask is added. Each broadcasts to [B, H, Q, K].
+
+    Where a kernel takes functions of positions instead (FlexAttention, windows, packed
+    sequences), `score_mod(scores, b, h, q, k)` maps the scaled products to scores in the place
+    of the soft-cap, and `mask_mod(b, h, q, k)` is True where a key is visible. The indices are
+    integer tensors of one element each; both functions are vectorised with `torch.vmap`.
     """
 
     layer: str  # canonical module name
@@ -84,6 +89,10 @@ class AttentionCall:
     causal: bool = False  # top-left aligned, as SDPA's is_causal
     scale: float | Tensor = 1.0  # a tensor broadcasts to [B, H, 1, 1]
     softcap: float | None = None  # s -> c tanh(s / c), before the masks
+    score_mod: Callable[..., Tensor] | None = None  # (scores, b, h, q, k) -> scores
+    mask_mod: Callable[..., Tensor] | None = None  # (b, h, q, k) -> bool
+    sink_BHQ1: Tensor | None = None  # logits of a key without a value, beside the real ones
+    lse_BHQ: Tensor | None = None  # the kernel's own row log-sum-exp, sinks not in it
     output_BHQE: Tensor | None = None
     dtype: torch.dtype | None = None  # in which the run forms its scores (after autocast)
     fused: bool = True  # the kernel accumulates in float32: an overflow is only potential
@@ -91,6 +100,7 @@ class AttentionCall:
     phase: str = "train"  # or "eval_grad": the module is in eval mode and trains all the same
     provisional: bool = False  # a no-grad forward, until its recomputation confirms it
     input_rms: Tensor | None = None  # 0-dim: root mean square of the module's input
+    sequences: int | None = None  # where it is not B: packed sequences, a part of a call
 
 
 @dataclass(frozen=True, slots=True, eq=False)

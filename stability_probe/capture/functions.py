@@ -46,6 +46,11 @@ class Seen:
     causal: bool = False
     scale: float | Tensor = 1.0
     softcap: float | None = None
+    score_mod: Callable[..., Tensor] | None = None
+    mask_mod: Callable[..., Tensor] | None = None
+    sink: Tensor | None = None  # broadcasts to the scores with one key
+    lse: Tensor | None = None  # one value a row, from the kernel itself
+    sequences: int | None = None  # where the batch axis does not tell
     output: Tensor | None = None
     weights: Tensor | None = None  # the softmax's output
     dropout: float = 0.0
