@@ -76,6 +76,7 @@ class Lookout:
                     "see probe.coverage.",
                 )
         yield from self._unverified(step)
+        yield from self._uncapped(step)
 
     def _nothing_seen(self, step: int, candidates: int) -> Alert:
         return _operational(
@@ -140,6 +141,24 @@ class Lookout:
                     f"The numbers of {report.layer} may be wrong: {report.reason}.",
                     "Treat its alerts with care; please report it, with the layer's code.",
                 )
+
+    def _uncapped(self, step: int) -> Iterator[Alert]:
+        """One alert for the whole model: it is one setting that is wrong."""
+        sites = [site for site in self._attachment.sites.values() if site.cap_missed]
+        if not sites or "soft-cap" in self._told:
+            return
+        self._told.add("soft-cap")
+        first = sites[0]
+        more = f" and {len(sites) - 1} more layers" if len(sites) > 1 else ""
+        yield _operational(
+            step,
+            "soft_cap_missing",
+            Severity.WARNING,
+            first.name,
+            f"{first.name}{more} asks for a soft-cap of {first.declared_cap} on its logits, and "
+            f"the kernel ({first.seam}) did not get one: the model trains without it.",
+            "Use an attention implementation that applies it, such as eager or flex attention.",
+        )
 
 
 def coverage_text(reports: tuple[SiteReport, ...]) -> str:

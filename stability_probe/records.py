@@ -242,8 +242,10 @@ class SiteReport:
     module: str  # the module's class
     seam: str = ""  # empty: gave nothing
     heads: int = 0
-    sees: str = ""  # "qk" where q and k are known, "scores" where only the scores are
+    sees: str = ""  # "qk": q and k are known; "scores": only they are; "scores, qk": both, apart
     calls: int = 0
+    attends: str = ""  # "self", "cross", "mixed" (some inputs shared); empty: not known
+    key_heads: int = 0  # fewer than `heads` where query heads share keys
     verified: str = "no"  # "output", "reissued", "weights" (what was compared), or "no"
     error: float | None = None  # largest absolute difference of the rebuilt rows
     reason: str = ""  # why not seen or not verified

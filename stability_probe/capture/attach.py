@@ -23,8 +23,9 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from stability_probe.capture.chunks import Calls
 from stability_probe.capture.functions import AttentionMode, Seen
-from stability_probe.capture.hooks import BeginHook, EnterHook, LeaveHook, is_live
+from stability_probe.capture.hooks import BeginHook, EndHook, EnterHook, LeaveHook, is_live
 from stability_probe.capture.layout import UnsupportedCallError
 from stability_probe.capture.scope import Admission, Frame
 from stability_probe.capture.site import Site, call_of
@@ -33,6 +34,7 @@ from stability_probe.capture.sites import (
     candidates,
     canonical_name,
     head_count,
+    soft_cap,
 )
 from stability_probe.errors import AlreadyWatchedError, EvalModeError, NoAttentionError
 from stability_probe.records import AttentionCall, SiteReport
@@ -72,6 +74,7 @@ class Attachment:
         self._names: dict[int, str] = {}
         self._lock = threading.Lock()
         self._discovering = False
+        self._forward = _Forward()
         self.discover()
 
     # Hooks
@@ -103,7 +106,10 @@ class Attachment:
         if self._names or self._is_shy(self._model):
             self._hook_globally()
         else:
-            self._handles.append(self._model.register_forward_pre_hook(BeginHook(self)))
+            self._handles += [
+                self._model.register_forward_pre_hook(BeginHook(self)),
+                self._model.register_forward_hook(EndHook(self), always_call=True),
+            ]
 
     @property
     def discovering(self) -> bool:
@@ -158,12 +164,22 @@ class Attachment:
             self.enter(name, module, args, {})
 
     def _global_leave(self, module: nn.Module, *_: object) -> None:
-        if not torch.compiler.is_compiling() and (name := self._names.get(id(module))):
+        if torch.compiler.is_compiling():
+            return
+        if name := self._names.get(id(module)):
             self.leave(name, module)
+        if module is self._model:
+            self.end()
 
     def begin(self) -> None:
         """The watched model's forward begins: nothing can be open on this thread."""
         self.heal()
+        self._forward.calls.forget()
+        self._forward.open = True
+
+    def end(self) -> None:
+        """The watched model's forward ended: later calls of its parts are calls of their own."""
+        self._forward.open = False
 
     def enter(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -171,20 +187,24 @@ class Attachment:
         """A hooked module's forward begins."""
         try:
             frame = self._mode.scope.enter(name, module, args, kwargs)
+            site = self.sites.get(name)
             if frame.admission is Admission.RECOMPUTE:
                 self._receiver.confirm(name)
             elif frame.looking:
                 self.forwards += 1
             elif not module.training:
                 self.refused_in_eval += 1
-            if (site := self.sites.get(name)) is not None:
-                site.calls_in_forward = 0
+            if not self._forward.open:
+                self._forward.calls.forget(name)
+            if site is not None and not site.attends and frame.looking:
+                self._mode.label(frame, args, kwargs)
         except Exception as error:
             self.fault(None, error)
 
     def leave(self, name: str, module: nn.Module) -> None:
         """A hooked module's forward ended."""
         self._mode.scope.leave(module)
+        self._mode.unlabel(module)
         if not self._mode.scope.frames:
             self._mode.clear()
 
@@ -203,11 +223,11 @@ class Attachment:
         if site.disabled or not (seen.descends or site.plain_softmax):
             return None
         try:
-            call = call_of(site, frame, seen, with_input=self._receiver.measuring)
+            call = self._placed(site, frame, seen)
         except UnsupportedCallError as unsupported:
             self._disable(site, f"this call cannot be read: {unsupported}")
             return None
-        site.note(call, step=self.step)
+        site.note(call, seen, step=self.step)
         if site.verification is None and self._receiver.measuring:
             site.verify(call, seen)
         self._receiver.call(call)
@@ -215,6 +235,14 @@ class Attachment:
             call, q_BHQD=None, k_BGKD=None, scores_BHQK=None, input_rms=None,
             masks=(), v_BGKE=None, output_BHQE=None,
         )  # fmt: skip
+
+    def _placed(self, site: Site, frame: Frame, seen: Seen) -> AttentionCall:
+        """The call with its index among those of this forward; a chunk has that of the first."""
+        matrix = seen.q if seen.q is not None else seen.scores
+        queries = 0 if matrix is None else matrix.shape[-2]
+        index, counted = self._forward.calls.place(site.name, seen.chunk, queries=queries)
+        call = call_of(site, frame, seen, index=index, with_input=self._receiver.measuring)
+        return dataclasses.replace(call, sequences=0) if counted else call
 
     def values(
         self, token: object | None, path: tuple[Frame, ...], v: Tensor, output: Tensor
@@ -244,7 +272,8 @@ class Attachment:
     def _new_site(self, frame: Frame) -> Site:
         with self._lock:
             site = Site(frame.name, len(self.sites), weakref.ref(frame.module),
-                        type(frame.module).__name__, head_count(frame.module))  # fmt: skip
+                        type(frame.module).__name__, head_count(frame.module),
+                        declared_cap=soft_cap(frame.module))  # fmt: skip
             return self.sites.setdefault(frame.name, site)
 
     def _disable(self, site: Site, why: str) -> None:
@@ -267,6 +296,14 @@ class Attachment:
         seen = [site.report() for site in sorted(self.sites.values(), key=lambda s: s.index)]
         why = "no forward in training yet" if not self.forwards else "gave no attention call"
         return (*seen, *(SiteReport(n, kind, reason=why) for n, kind in self.unseen().items()))
+
+
+class _Forward(threading.local):
+    """One thread's forward of the watched model: whether it is open, and its calls so far."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.calls = Calls()
 
 
 def _same_branch(one: str, two: str) -> bool:

@@ -133,3 +133,18 @@ def head_count(module: nn.Module) -> int | None:
         if isinstance(value, int) and value > 0:
             return value
     return None
+
+
+def soft_cap(module: nn.Module) -> float | None:
+    """The soft-cap on attention logits that a module or its config asks for."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in (
+            "attn_logit_softcapping",
+            "attn_logit_softcap",
+            "attention_logit_cap",
+            "softcap",
+        ):
+            value = getattr(owner, name, None)
+            if isinstance(value, int | float) and value > 0:
+                return float(value)
+    return None

@@ -88,7 +88,7 @@ def test_a_layer_that_gives_nothing_is_an_alert() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             q, k, v = self.qkv(x).chunk(3, -1)
-            e = torch.exp(q @ k.mT / WIDTH)  # a softmax by hand: nothing to recognise
+            e = torch.exp2(q @ k.mT / WIDTH)  # a softmax of its own: nothing to recognise
             return (e / e.sum(-1, keepdim=True)) @ v
 
         def unused_softmax(self, x: Tensor) -> Tensor:
