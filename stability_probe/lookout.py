@@ -25,7 +25,7 @@ class Lookout:
 
     def after_step(self, step: int) -> list[Alert]:
         """The operational alerts that a step gives rise to; ends discovery when it is done."""
-        return [*self._faults(step), *self._blindness(step)]
+        return [*self._faults(step), *self._unreadable(step), *self._blindness(step)]
 
     def _faults(self, step: int) -> Iterator[Alert]:
         faults, self._attachment.faults = self._attachment.faults, []
@@ -39,6 +39,20 @@ class Lookout:
                 "touched, and this site is not watched any more.",
                 "Please report it, with the layer's code if you can.",
             )
+
+    def _unreadable(self, step: int) -> Iterator[Alert]:
+        for site in self._attachment.sites.values():
+            if site.unreadable and (key := f"{site.name}: unreadable") not in self._told:
+                self._told.add(key)
+                yield _operational(
+                    step,
+                    "blind",
+                    Severity.WARNING,
+                    site.name,
+                    f"A call of {site.name} ({site.kind}) cannot be read: {site.unreadable}. "
+                    "Such calls are not watched.",
+                    "Train with plain tensors, or watch the rest; see probe.coverage.",
+                )
 
     def _blindness(self, step: int) -> Iterator[Alert]:
         if self._attachment.discovering:

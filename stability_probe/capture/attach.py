@@ -107,7 +107,7 @@ class Attachment:
             self._hook_globally()
         else:
             self._handles += [
-                self._model.register_forward_pre_hook(BeginHook(self)),
+                self._model.register_forward_pre_hook(BeginHook(self), prepend=True),
                 self._model.register_forward_hook(EndHook(self), always_call=True),
             ]
 
@@ -225,8 +225,8 @@ class Attachment:
         try:
             call = self._placed(site, frame, seen)
         except UnsupportedCallError as unsupported:
-            self._disable(site, f"this call cannot be read: {unsupported}")
-            return None
+            site.unreadable = site.unreadable or str(unsupported)
+            return None  # the next call of the site may be another kind of call
         site.note(call, seen, step=self.step)
         if site.verification is None and self._receiver.measuring:
             site.verify(call, seen)

@@ -60,6 +60,8 @@ class Origins:
             return
         for tensor in _tensors(out) if out is not None else operands[:1]:  # x[i] = y gives None
             self._labels[tensor] = labels
+            if tensor._base is not None and tensor._base not in self._labels:
+                self._labels[tensor._base] = labels  # made inside the operation (F.linear does)
 
     def of(self, tensor: Tensor) -> frozenset[str]:
         """The labels of a tensor, or of what it is a view of."""

@@ -34,6 +34,7 @@ class Site:
     last_step: int = 0
     verification: Verification | None = None
     unverifiable: str = ""  # why nothing could be compared
+    unreadable: str = ""  # why some of its calls cannot be read
     disabled: str = ""  # why nothing is recorded any more
     plain_softmax: bool = False  # its softmax does not descend from q k^T, yet weighs values
 
@@ -70,7 +71,7 @@ class Site:
         report = SiteReport(
             self.name, self.kind, self.seam, self.seen_heads, self.sees, self.calls,
             attends=self.attends, key_heads=self.key_heads,
-            reason=self.disabled or self.unverifiable,
+            reason=self.disabled or self.unreadable or self.unverifiable,
         )  # fmt: skip
         found = self.verification
         if found is None:
