@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stability_probe.capture import Attachment
-from stability_probe.records import Alert, Origin, Severity, SiteReport
+from stability_probe.records import Alert, Origin, Severity
 
 DISCOVERY_STEPS = 3  # a layer that is skipped at random shows within a few steps
 SILENT_STEPS = 20  # a site without a call for so long is blind, or was replaced
@@ -173,18 +173,6 @@ class Lookout:
             f"the kernel ({first.seam}) did not get one: the model trains without it.",
             "Use an attention implementation that applies it, such as eager or flex attention.",
         )
-
-
-def coverage_text(reports: tuple[SiteReport, ...]) -> str:
-    """The coverage table as lines of plain text, one a site."""
-    lines = []
-    for r in reports:
-        seen = f"{r.seam}, {r.heads} heads, {r.sees}" if r.seam else "NOT SEEN"
-        checked = f"verified against {r.verified}, error {r.error:.0e}" if r.verified != "no" else (
-            f"not verified: {r.reason}" if r.seam else r.reason
-        )  # fmt: skip
-        lines.append(f"{r.layer} ({r.module}): {seen}; {checked}")
-    return "\n".join(lines)
 
 
 def _operational(

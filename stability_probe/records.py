@@ -223,18 +223,6 @@ class LayerInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class RunHeader:
-    """What a reader must know before it reads a run's records."""
-
-    schema_version: int = 1
-    created: float = 0.0  # seconds since the epoch
-    layers: tuple[LayerInfo, ...] = ()
-    statistics: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # name -> unit, ...
-    versions: Mapping[str, str] = field(default_factory=dict)
-    plan: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class SiteReport:
     """One line of the coverage table: what the probe sees of one module, and how well."""
 
@@ -247,5 +235,18 @@ class SiteReport:
     attends: str = ""  # "self", "cross", "mixed" (some inputs shared); empty: not known
     key_heads: int = 0  # fewer than `heads` where query heads share keys
     verified: str = "no"  # "output", "reissued", "weights" (what was compared), or "no"
-    error: float | None = None  # largest absolute difference of the rebuilt rows
+    error: float | None = None  # largest difference of the rebuilt rows, relative
     reason: str = ""  # why not seen or not verified
+
+
+@dataclass(frozen=True, slots=True)
+class RunHeader:
+    """What a reader must know before it reads a run's records."""
+
+    schema_version: int = 1
+    created: float = 0.0  # seconds since the epoch
+    layers: tuple[LayerInfo, ...] = ()
+    statistics: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # name -> unit, ...
+    versions: Mapping[str, str] = field(default_factory=dict)
+    plan: str = ""
+    coverage: tuple[SiteReport, ...] = ()
