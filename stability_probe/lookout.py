@@ -98,9 +98,11 @@ class Lookout:
             "blind",
             Severity.WARNING,
             None,
-            f"No attention call was seen in {self._discovery_steps} steps of training, though "
-            f"{candidates} modules look like attention; nothing is watched.",
-            "A compiled module or a kernel of its own hides its calls; see probe.coverage.",
+            f"No attention call was seen in {self._discovery_steps} steps of training; "
+            f"{candidates} modules look like attention. Nothing is watched.",
+            "A compiled module or a kernel of its own hides its calls; see probe.coverage."
+            if candidates
+            else "Watch a model that attends; this one may hold no attention at all.",
         )
 
     def _no_forward(self, step: int) -> Alert:

@@ -30,6 +30,7 @@ from stability_probe.capture.layout import UnsupportedCallError
 from stability_probe.capture.scope import Admission, Frame
 from stability_probe.capture.site import Site, call_of
 from stability_probe.capture.sites import (
+    ROOT,
     attention_is_possible,
     candidates,
     canonical_name,
@@ -307,6 +308,8 @@ class _Forward(threading.local):
 
 
 def _same_branch(one: str, two: str) -> bool:
+    if ROOT in (one, two):
+        return True
     return one == two or one.startswith(f"{two}.") or two.startswith(f"{one}.")
 
 
