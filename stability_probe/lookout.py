@@ -11,6 +11,7 @@ from stability_probe.capture import Attachment
 from stability_probe.records import Alert, Origin, Severity
 
 DISCOVERY_STEPS = 3  # a layer that is skipped at random shows within a few steps
+REPLACED_STEPS = 10  # so often are the model's modules compared with the ones that are watched
 SILENT_STEPS = 20  # a site without a call for so long is blind, or was replaced
 
 
@@ -59,6 +60,8 @@ class Lookout:
             yield from self._while_discovering(step)
         else:
             yield from self._silent_sites(step)
+            if step % REPLACED_STEPS == 0:
+                yield from self._replaced(step)
 
     def _while_discovering(self, step: int) -> Iterator[Alert]:
         if not self._attachment.forwards:
@@ -130,9 +133,8 @@ class Lookout:
             if site.name not in self._told:
                 self._told.add(site.name)
                 module = site.module()
-                mode = "gone (replaced?)" if module is None else (
-                    "in train mode" if module.training else "in eval mode"
-                )  # fmt: skip
+                training = module is not None and module.training
+                mode = "in train mode" if training else "in eval mode"
                 yield _operational(
                     step,
                     "blind",
@@ -140,11 +142,33 @@ class Lookout:
                     site.name,
                     f"{site.name} ({site.kind}, {mode}) gave no attention call for "
                     f"{SILENT_STEPS} steps; its numbers have stopped.",
-                    "Call model.train() if it is to train; a replaced module is looked for now.",
+                    "Call model.train() if it is to train.",
                 )
-                self._discovery_steps = 0
-                self._attachment.discover()
+                self._look_again()
         self._told -= {s.name for s in self._attachment.sites.values() if s not in silent}
+
+    def _replaced(self, step: int) -> Iterator[Alert]:
+        for layer, (old, new) in self._attachment.replaced().items():
+            if (key := f"{layer}: {old} by {new}") in self._told:
+                continue
+            self._told.add(key)
+            if not new:
+                self._attachment.sites[layer].disabled = "no part of the model any more"
+            yield _operational(
+                step,
+                "blind",
+                Severity.WARNING,
+                layer,
+                f"{layer} ({old}) was replaced by a {new}; its attention is looked for now."
+                if new
+                else f"{layer} ({old}) is no part of the model any more; its numbers end.",
+                "Watch the model after its modules are in place.",
+            )
+            self._look_again()
+
+    def _look_again(self) -> None:
+        self._discovery_steps = 0
+        self._attachment.discover()
 
     def _unverified(self, step: int) -> Iterator[Alert]:
         for report in self._attachment.report():

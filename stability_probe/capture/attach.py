@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -34,8 +33,6 @@ from stability_probe.capture.sites import (
     attention_is_possible,
     candidates,
     canonical_name,
-    head_count,
-    soft_cap,
 )
 from stability_probe.errors import AlreadyWatchedError, EvalModeError, NoAttentionError
 from stability_probe.records import AttentionCall, SiteReport
@@ -221,6 +218,8 @@ class Attachment:
             if not seen.descends:
                 return None  # may be a router; `values` decides
             site = self._new_site(frame)
+        if site.module() is not frame.module:
+            site.adopt(frame.module)
         if site.disabled or not (seen.descends or site.plain_softmax):
             return None
         try:
@@ -272,9 +271,8 @@ class Attachment:
 
     def _new_site(self, frame: Frame) -> Site:
         with self._lock:
-            site = Site(frame.name, len(self.sites), weakref.ref(frame.module),
-                        type(frame.module).__name__, head_count(frame.module),
-                        declared_cap=soft_cap(frame.module))  # fmt: skip
+            site = Site(frame.name, len(self.sites))
+            site.adopt(frame.module)
             return self.sites.setdefault(frame.name, site)
 
     def _disable(self, site: Site, why: str) -> None:
@@ -282,6 +280,19 @@ class Attachment:
         self.faults.append((site.name, why))
 
     # What is seen, and what is not
+
+    def replaced(self) -> dict[str, tuple[str, str]]:
+        """Sites whose module the model does not hold any more: {name: (old, new class)}.
+
+        The new class is empty where nothing has taken the place.
+        """
+        now = {canonical_name(name): module for name, module in self._model.named_modules()}
+        twins = {id(module) for module in self._model.modules()}  # one module under two names
+        return {
+            site.name: (site.kind, type(now[site.name]).__name__ if site.name in now else "")
+            for site in self.sites.values()
+            if id(site.module()) not in twins
+        }
 
     def unseen(self) -> dict[str, str]:
         """Modules that look like attention and gave nothing: {name: class}."""

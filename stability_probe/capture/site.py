@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 
 from torch import nn
 
 from stability_probe.capture.functions import Seen
 from stability_probe.capture.layout import canonical
 from stability_probe.capture.scope import Admission, Frame
+from stability_probe.capture.sites import head_count, soft_cap
 from stability_probe.capture.verify import Verification, verify
 from stability_probe.records import AttentionCall, SiteReport
+
+
+def _nothing() -> None:
+    """The reference of a site that has no module yet."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -20,7 +26,7 @@ class Site:
 
     name: str
     index: int  # in the order of the first forward
-    module: weakref.ref[nn.Module]
+    module: Callable[[], nn.Module | None] = _nothing  # a weak reference
     kind: str = ""  # its class
     heads: int | None = None  # what the module declares
     seen_heads: int = 0
@@ -37,6 +43,13 @@ class Site:
     unreadable: str = ""  # why some of its calls cannot be read
     disabled: str = ""  # why nothing is recorded any more
     plain_softmax: bool = False  # its softmax does not descend from q k^T, yet weighs values
+
+    def adopt(self, module: nn.Module) -> None:
+        """Stands for this module from now on: a first one, or one that has replaced it."""
+        self.module, self.kind = weakref.ref(module), type(module).__name__
+        self.heads, self.declared_cap = head_count(module), soft_cap(module)
+        self.attends, self.verification = "", None
+        self.unverifiable = self.unreadable = self.disabled = ""
 
     def note(self, call: AttentionCall, seen: Seen, *, step: int) -> None:
         """Takes a call into account."""

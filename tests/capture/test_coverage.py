@@ -114,10 +114,27 @@ def test_a_replaced_module_is_an_alert_and_is_found_again() -> None:
         model.blocks[1].attention = Attention("torch.softmax")
         for _ in range(30):
             run_step(model, probe)
-        blind = [a for a in probe.alerts if a.rule == "blind"]
-        assert [a.layer for a in blind] == ["blocks.1.attention"]
-        assert "no attention call for 20 steps" in blind[0].message
+        (blind,) = [a for a in probe.alerts if a.rule == "blind"]
+        assert (blind.layer, blind.step) == ("blocks.1.attention", 10)
+        assert "(Attention) was replaced by a Attention" in blind.message
         assert probe.coverage[1].seam == "softmax"
+        assert probe.coverage[1].verified == "weights"
+        frame = probe.frame()
+    steps = frame[frame["layer"] == "blocks.1.attention"]["step"].unique().tolist()
+    assert steps == [1, 2, 3, *range(11, 34)]
+
+
+def test_a_module_that_was_taken_out_is_an_alert() -> None:
+    model = Model(Attention(), Attention())
+    with sp.watch(model, strict=True) as probe:
+        for _ in range(3):
+            run_step(model, probe)
+        model.blocks = model.blocks[:1]
+        for _ in range(30):
+            run_step(model, probe)
+        (blind,) = [a for a in probe.alerts if a.rule == "blind"]
+        assert probe.coverage[1].reason == "no part of the model any more"
+    assert "blocks.1.attention (Attention) is no part of the model any more" in blind.message
 
 
 def test_a_model_that_goes_to_eval_says_so() -> None:
