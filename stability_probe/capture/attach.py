@@ -9,6 +9,7 @@ would switch off that layer's fast path in evaluation, and with it change number
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -32,7 +33,7 @@ from stability_probe.capture.sites import (
     ROOT,
     attention_is_possible,
     candidates,
-    canonical_name,
+    named_modules,
 )
 from stability_probe.errors import AlreadyWatchedError, EvalModeError, NoAttentionError
 from stability_probe.records import AttentionCall, SiteReport
@@ -70,6 +71,8 @@ class Attachment:
         self._mode = AttentionMode(self)
         self._handles: list[RemovableHandle] = []
         self._names: dict[int, str] = {}
+        self._strangers: set[int] = set()  # modules outside the model, by identity
+        self._ran: set[str] = set()  # modules whose forward began in training
         self._lock = threading.Lock()
         self._discovering = False
         self._forward = _Forward()
@@ -80,7 +83,7 @@ class Attachment:
     def discover(self) -> None:
         """Follows every module until `settle`, to find the sites."""
         self._unhook()
-        self._names = {id(m): canonical_name(n) for n, m in self._model.named_modules()}
+        self._name_modules()
         self._discovering = True
         self._hook_globally()
 
@@ -108,6 +111,11 @@ class Attachment:
                 self._model.register_forward_pre_hook(BeginHook(self), prepend=True),
                 self._model.register_forward_hook(EndHook(self), always_call=True),
             ]
+
+    def _name_modules(self) -> None:
+        """The names of all modules, by their identity; one under two names has the first."""
+        named = named_modules(self._model)
+        self._names = {id(module): name for name, module in reversed(named.items())}
 
     @property
     def discovering(self) -> bool:
@@ -142,6 +150,13 @@ class Attachment:
             handle.remove()
         self._handles.clear()
 
+    def _is_part(self, module: nn.Module) -> bool:
+        """Whether a module without a name belongs to the model; asked once of each stranger."""
+        if id(module) in self._strangers or not self._forward.open:
+            return False
+        self._strangers.add(id(module))
+        return any(module is part for part in self._model.modules())
+
     def _is_shy(self, module: nn.Module) -> bool:
         """Whether a hook on the module would switch off a fast path of nn.TransformerEncoder."""
         return any(
@@ -158,6 +173,8 @@ class Attachment:
             return
         if module is self._model:
             self.begin()
+        if self._discovering and id(module) not in self._names and self._is_part(module):
+            self._name_modules()  # it was put in place during this forward
         if (name := self._names.get(id(module))) is not None:
             self.enter(name, module, args, {})
 
@@ -190,6 +207,7 @@ class Attachment:
                 self._receiver.confirm(name)
             elif frame.looking:
                 self.forwards += 1
+                self._ran.add(name)
             elif not module.training:
                 self.refused_in_eval += 1
             if not self._forward.open:
@@ -286,7 +304,7 @@ class Attachment:
 
         The new class is empty where nothing has taken the place.
         """
-        now = {canonical_name(name): module for name, module in self._model.named_modules()}
+        now = named_modules(self._model)
         twins = {id(module) for module in self._model.modules()}  # one module under two names
         return {
             site.name: (site.kind, type(now[site.name]).__name__ if site.name in now else "")
@@ -295,6 +313,17 @@ class Attachment:
         }
 
     def unseen(self) -> dict[str, str]:
+        """Modules that look like attention, ran, and gave nothing: {name: class}.
+
+        One whose forward never began is no blindness, except where a compiler hides forwards.
+        """
+        return {
+            name: kind
+            for name, kind in self._silent().items()
+            if name in self._ran or _compiler_is_used()
+        }
+
+    def _silent(self) -> dict[str, str]:
         """Modules that look like attention and gave nothing: {name: class}."""
         sites = list(self.sites)
         return {
@@ -306,8 +335,13 @@ class Attachment:
     def report(self) -> tuple[SiteReport, ...]:
         """The coverage table: every site, then every candidate that gave nothing."""
         seen = [site.report() for site in sorted(self.sites.values(), key=lambda s: s.index)]
-        why = "no forward in training yet" if not self.forwards else "gave no attention call"
-        return (*seen, *(SiteReport(n, kind, reason=why) for n, kind in self.unseen().items()))
+        silent = self._silent().items()
+        return (*seen, *(SiteReport(n, kind, reason=self._why_silent(n)) for n, kind in silent))
+
+    def _why_silent(self, name: str) -> str:
+        if name in self._ran:
+            return "gave no attention call"
+        return "its forward never ran" if self.forwards else "no forward in training yet"
 
 
 class _Forward(threading.local):
@@ -316,6 +350,12 @@ class _Forward(threading.local):
     def __init__(self) -> None:
         self.open = False
         self.calls = Calls()
+
+
+def _compiler_is_used() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
 
 
 def _same_branch(one: str, two: str) -> bool:
@@ -329,9 +369,9 @@ def _watched_at(model: nn.Module) -> str | None:
     everywhere = _global_forward_pre_hooks.values()
     owners = [getattr(hook, "__self__", None) for hook in everywhere]
     followed = {i for o in owners if isinstance(o, Attachment) for i in o.followed}
-    for name, module in model.named_modules():
+    for name, module in named_modules(model).items():
         if id(module) in followed or any(map(is_live, module._forward_pre_hooks.values())):
-            return canonical_name(name)
+            return name
     return None
 
 

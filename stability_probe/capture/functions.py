@@ -270,6 +270,7 @@ class AttentionMode(TorchFunctionMode):
     ) -> None:
         ledger = self._local.ledger
         tensors = args[1] if func is torch.einsum and len(args) == 2 else args
+        tensors = [*tensors, *kwargs.values()]
         weights = next((r for a in tensors if isinstance(r := ledger.get(a), Weights)), None)
         if weights is not None:
             v = next(

@@ -164,12 +164,12 @@ def scores_of_product(
             return None
         q, k, axes = operands
     elif func in f.BADDBMM:
-        bias, q, k_t = args[:3]
+        bias, q, k_t = operands_of(args, kwargs, "input", "batch1", "batch2")
         beta, scale = kwargs.get("beta", 1), float(kwargs.get("alpha", 1))
         masks = (_reference(bias * beta if beta != 1 else bias, out),) if beta != 0 else ()
         k = k_t.transpose(-2, -1)
     else:
-        q, k_t = args[0], args[1] if len(args) > 1 else next(iter(kwargs.values()))
+        q, k_t = operands_of(args, kwargs, "input", ("other", "mat2"))
         if func is torch.Tensor.__rmatmul__:
             q, k_t = k_t, q
         if min(q.dim(), k_t.dim()) < 2:
@@ -186,6 +186,10 @@ def follow(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor, ledger: Ledger
 ) -> Record | Normalised | None:
     """The record of `out`, an operation's result, from the records of its operands."""
+    if "input" in kwargs and not args:
+        args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
+    if "other" in kwargs and len(args) == 1:
+        args, kwargs = (*args, kwargs["other"]), {k: v for k, v in kwargs.items() if k != "other"}
     operands = args[0] if func in f.CAT and isinstance(args[0], list | tuple) else args
     found = [
         (i, record)
@@ -402,6 +406,17 @@ def _permuted(
         masks=tuple(_mapped(mask, along) for mask in record.masks),
         shifts=tuple(_mapped(shift, along) for shift in record.shifts),
     )
+
+
+def operands_of(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], *names: str | tuple[str, ...]
+) -> list[Any]:
+    """The operands of a call, wherever they were given by keyword."""
+    given = list(args)
+    for name in names[len(args) :]:
+        spelled = (name,) if isinstance(name, str) else name
+        given.append(next(kwargs[n] for n in spelled if n in kwargs))
+    return given
 
 
 def _is_parameter(tensor: Tensor) -> bool:

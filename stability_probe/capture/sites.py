@@ -17,6 +17,9 @@ from torch import nn
 
 # Wrappers put these parts into module names; canonical names survive a restart without them.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPER_CLASSES = {
+    "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine",
+}  # fmt: skip
 
 _ATTENTION_CALLS = re.compile(r"scaled_dot_product|flash_attn|flex_attention|memory_efficient_att")
 _ATTENTION_NAME = re.compile(r"att(ention|n)(?!.*(mask|pool_|norm))", re.IGNORECASE)
@@ -27,12 +30,29 @@ _KNOWN = {"torch", "builtins", "math", "numpy", "operator", "functools", "iterto
 ROOT = "(root)"  # the name of the watched model itself
 
 
-def canonical_name(name: str) -> str:
-    """The module name without what torch.compile, DDP, FSDP and checkpoint wrappers add."""
+def canonical_name(name: str, *, wrapped: bool = True) -> str:
+    """The module name without what torch.compile, DDP, FSDP and checkpoint wrappers add.
+
+    `wrapped` says that the watched module is such a wrapper, whose part `module` is the model.
+    """
     parts = [p for p in name.split(".") if p and p not in _WRAPPERS]
-    while parts and parts[0] == "module":
+    while wrapped and parts and parts[0] == "module":
         parts = parts[1:]
     return ".".join(parts) or ROOT
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module of a model by its canonical name, wrappers left out."""
+    wrapped = _is_wrapper(model)
+    found = {}
+    for name, module in model.named_modules():
+        found[canonical_name(name, wrapped=wrapped)] = module  # the wrapped one comes last
+    return found
+
+
+def _is_wrapper(model: nn.Module) -> bool:
+    inner = getattr(model, "_orig_mod", model)
+    return any(kind.__name__ in _WRAPPER_CLASSES for kind in type(inner).__mro__)
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
@@ -41,13 +61,11 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
     Only the innermost ones count (`BertAttention` holds `BertSelfAttention`). Returns
     {canonical name: module}.
     """
-    looks = {
-        name: module for name, module in model.named_modules() if _looks_like_attention(module)
-    }
+    looks = {n: m for n, m in named_modules(model).items() if _looks_like_attention(m)}
     return {
-        canonical_name(name): module
+        name: module
         for name, module in looks.items()
-        if not any(other.startswith(f"{name}." if name else "") for other in looks if other != name)
+        if not any(name == ROOT or other.startswith(f"{name}.") for other in looks if other != name)
     }
 
 
