@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from stability_probe.capture.entries import look_for_entries, unwatch_entries, watch_entries
 from stability_probe.capture.functions import AttentionMode, Seen
 from stability_probe.capture.hooks import BeginHook, EnterHook, LeaveHook, is_live
 from stability_probe.capture.layout import UnsupportedCallError
@@ -73,6 +74,7 @@ class Attachment:
         self._lock = threading.Lock()
         self._discovering = False
         self.discover()
+        watch_entries(self._mode, self, model)
 
     # Hooks
 
@@ -118,6 +120,7 @@ class Attachment:
     def close(self) -> None:
         """Removes all hooks and modes. Safe to call twice."""
         self._unhook()
+        unwatch_entries(self._mode)
         self._mode.scope.heal()
         self._mode.clear()
 
@@ -164,6 +167,7 @@ class Attachment:
     def begin(self) -> None:
         """The watched model's forward begins: nothing can be open on this thread."""
         self.heal()
+        look_for_entries()
 
     def enter(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, redispatch_function
 
 from stability_probe.capture import provenance
+from stability_probe.capture.kernels import KERNELS
 from stability_probe.capture.provenance import Ledger, Scores, Weights
 from stability_probe.capture.scope import Frame, Scope
 
@@ -50,6 +51,8 @@ class Seen:
     mask_mod: Callable[..., Tensor] | None = None
     sink: Tensor | None = None  # broadcasts to the scores with one key
     lse: Tensor | None = None  # one value a row, from the kernel itself
+    row_max: Tensor | None = None  # the kernel's own largest score of each row, or of each head
+    unreadable: str = ""  # why the call cannot be read, where that is so
     sequences: int | None = None  # where the batch axis does not tell
     output: Tensor | None = None
     weights: Tensor | None = None  # the softmax's output
@@ -99,7 +102,8 @@ class AttentionMode(TorchFunctionMode):
         if func is F.multi_head_attention_forward and not torch.compiler.is_compiling():
             return self._through_multi_head(func, types, args, kwargs)
         out = func(*args, **kwargs)
-        if func in _WATCHED and isinstance(out, Tensor) and not torch.compiler.is_compiling():
+        watched = (func in _WATCHED and isinstance(out, Tensor)) or func in KERNELS
+        if watched and not torch.compiler.is_compiling():
             try:
                 self._read(func, args, kwargs, out)
             except Exception as error:
@@ -118,14 +122,18 @@ class AttentionMode(TorchFunctionMode):
         finally:
             self._local.heads = before
 
-    def _read(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor
-    ) -> None:
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         frame = self.scope.current
         if frame is None or not frame.looking:
             return
-        with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
-            if func in SDPA:
+        device = (out[0] if func in KERNELS else out).device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            if func in KERNELS:
+                from stability_probe.capture.adapters.aten import read  # it needs `Seen`
+
+                seen = read(func, args, kwargs, out)
+                self._listener.attention(replace(seen, path=self.scope.path))
+            elif func in SDPA:
                 self._listener.attention(self._sdpa(args, kwargs, out))
             elif func in _SOFTMAX:
                 self._softmax(args, kwargs, out)

@@ -8,6 +8,7 @@ import weakref
 from torch import nn
 
 from stability_probe.capture.functions import Seen
+from stability_probe.capture.jagged import values_of
 from stability_probe.capture.layout import canonical
 from stability_probe.capture.scope import Admission, Frame
 from stability_probe.capture.verify import Verification, verify
@@ -49,7 +50,7 @@ class Site:
         if weights is not None:
             weights = weights.reshape(-1, self.seen_heads, *weights.shape[-2:])
         try:
-            self.verification = verify(call, weights, seen.dropout)
+            self.verification = verify(call, weights, seen.dropout, seen.row_max)
         except Exception as error:
             self.unverifiable = f"{type(error).__name__}: {error}"
 
@@ -78,7 +79,7 @@ def call_of(site: Site, frame: Frame, seen: Seen, *, with_input: bool) -> Attent
     """
     rms = None
     if with_input and frame.input is not None:
-        rms = frame.input.float().square().mean().sqrt()
+        rms = values_of(frame.input).float().square().mean().sqrt()
     return AttentionCall(
         layer=site.name,
         layer_index=site.index,
@@ -90,7 +91,7 @@ def call_of(site: Site, frame: Frame, seen: Seen, *, with_input: bool) -> Attent
         mask_mod=seen.mask_mod,
         sequences=seen.sequences,
         dtype=seen.dtype,
-        fused=seen.seam == "sdpa",
+        fused=seen.seam != "softmax",
         pre_scaled=seen.pre_scaled,
         phase="eval_grad" if frame.admission is Admission.EVAL_GRAD else "train",
         provisional=frame.admission is Admission.PROVISIONAL,
