@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stability_probe.capture.entries import look_for_entries, unwatch_entries, watch_entries
 from stability_probe.capture.functions import AttentionMode, Seen
+from stability_probe.capture.graph import read_graph
 from stability_probe.capture.hooks import BeginHook, EnterHook, LeaveHook, is_live
 from stability_probe.capture.layout import UnsupportedCallError
 from stability_probe.capture.scope import Admission, Frame
@@ -71,6 +72,7 @@ class Attachment:
         self._mode = AttentionMode(self)
         self._handles: list[RemovableHandle] = []
         self._names: dict[int, str] = {}
+        self._candidates: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         self._discovering = False
         self.discover()
@@ -82,6 +84,7 @@ class Attachment:
         """Follows every module until `settle`, to find the sites."""
         self._unhook()
         self._names = {id(m): canonical_name(n) for n, m in self._model.named_modules()}
+        self._candidates = frozenset(candidates(self._model))
         self._discovering = True
         self._hook_globally()
 
@@ -160,9 +163,9 @@ class Attachment:
         if (name := self._names.get(id(module))) is not None:
             self.enter(name, module, args, {})
 
-    def _global_leave(self, module: nn.Module, *_: object) -> None:
+    def _global_leave(self, module: nn.Module, args: object, output: object) -> None:
         if not torch.compiler.is_compiling() and (name := self._names.get(id(module))):
-            self.leave(name, module)
+            self.leave(name, module, output)
 
     def begin(self) -> None:
         """The watched model's forward begins: nothing can be open on this thread."""
@@ -186,11 +189,30 @@ class Attachment:
         except Exception as error:
             self.fault(None, error)
 
-    def leave(self, name: str, module: nn.Module) -> None:
+    def leave(self, name: str, module: nn.Module, output: object = None) -> None:
         """A hooked module's forward ended."""
+        frame = self._mode.scope.current
+        if frame is not None and frame.module is module and frame.looking and self._opaque(name):
+            self._read_graph(frame, output)
         self._mode.scope.leave(module)
         if not self._mode.scope.frames:
             self._mode.clear()
+
+    def _opaque(self, name: str) -> bool:
+        """Whether a module should call attention, and none of its calls can be seen."""
+        if (site := self.sites.get(name)) is not None:
+            return site.seam == "graph" and not site.disabled
+        unseen = self._discovering and name in self._candidates
+        return unseen and not any(_same_branch(name, other) for other in self.sites)
+
+    def _read_graph(self, frame: Frame, output: object) -> None:
+        path = self._mode.scope.path
+        try:
+            with self._mode.scope.quiet(), torch.no_grad():
+                for seen in read_graph(output, frame.since):
+                    self.attention(dataclasses.replace(seen, seam="graph", path=path))
+        except Exception as error:
+            self.fault(frame, error)
 
     # Listener: what the mode tells
 

@@ -157,7 +157,7 @@ class AttentionMode(TorchFunctionMode):
             v=v,
             masks=() if mask is None else (mask.detach(),),
             causal=bool(given.get("is_causal", False)),
-            scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+            scale=1 / math.sqrt(q.size(-1)) if scale is None else float(scale),
             output=out.detach(),
             dropout=float(given.get("dropout_p", 0.0)),
             dtype=out.dtype,

@@ -28,9 +28,13 @@ def values_of(tensor: Tensor) -> Tensor:
 def packed(seen: Seen) -> Seen:
     """A call on jagged q, k and v [B, H, jagged, D] as one packed sequence [1, H, T, D].
 
+    Any other call is given back as it is.
+
     Raises:
         UnsupportedCallError: not all are jagged along their positions, or there is a mask.
     """
+    if not any(is_jagged(t) for t in (seen.q, seen.k, seen.v)):
+        return seen
     q, k, v, output = (_along_positions(t) for t in (seen.q, seen.k, seen.v, seen.output))
     if seen.masks:
         raise UnsupportedCallError("a mask over nested tensors is not read")

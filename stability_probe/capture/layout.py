@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from stability_probe.capture.functions import Seen
-from stability_probe.capture.jagged import is_jagged, packed
 from stability_probe.capture.segments import UnsupportedCallError
 
 __all__ = ["UnsupportedCallError", "batch_and_heads", "canonical"]
@@ -44,8 +43,6 @@ def canonical(seen: Seen, heads: int | None) -> dict[str, Any]:
     if seen.unreadable:
         raise UnsupportedCallError(seen.unreadable)
     heads = seen.heads or heads
-    if any(is_jagged(t) for t in (seen.q, seen.k, seen.v)):
-        seen = packed(seen)
     tensors = [t for t in (seen.q, seen.k, seen.v, seen.scores, seen.output) if t is not None]
     for tensor in tensors:
         if tensor.is_nested:

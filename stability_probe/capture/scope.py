@@ -72,6 +72,7 @@ class Frame:
     admission: Admission
     mode_before: bool  # whether the mode was on outside this frame
     input: torch.Tensor | None = None  # the module's first floating-point argument
+    since: int = 0  # autograd's sequence number when the forward began
 
     @property
     def looking(self) -> bool:
@@ -101,7 +102,7 @@ class Scope(threading.local):
         admission = Admission.REFUSED if self.muted else admit(module, args, kwargs)
         tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
         first = next((t.detach() for t in tensors if t.is_floating_point()), None)
-        frame = Frame(name, module, admission, self.mode_on, first)
+        frame = Frame(name, module, admission, self.mode_on, first, _sequence_number())
         self.frames.append(frame)
         self._switch(frame.looking)
         return frame
@@ -150,6 +151,11 @@ class Scope(threading.local):
         elif self.mode_on and not on and _active_mode() is self.mode:
             self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self.mode_on = False
+
+
+def _sequence_number() -> int:
+    """The number that autograd gives to its next node on this thread."""
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def _active_mode() -> TorchFunctionMode | None:

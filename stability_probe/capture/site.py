@@ -8,7 +8,7 @@ import weakref
 from torch import nn
 
 from stability_probe.capture.functions import Seen
-from stability_probe.capture.jagged import values_of
+from stability_probe.capture.jagged import packed, values_of
 from stability_probe.capture.layout import canonical
 from stability_probe.capture.scope import Admission, Frame
 from stability_probe.capture.verify import Verification, verify
@@ -77,7 +77,7 @@ def call_of(site: Site, frame: Frame, seen: Seen, *, with_input: bool) -> Attent
     Raises:
         UnsupportedCallError: it cannot be read.
     """
-    rms = None
+    seen, rms = packed(seen), None
     if with_input and frame.input is not None:
         rms = values_of(frame.input).float().square().mean().sqrt()
     return AttentionCall(
