@@ -133,10 +133,10 @@ class Probe:
         self._meter.level = self._level(self._step + 1)
 
     def nonfinite_flag(self) -> Tensor:
-        """Device bool, 0-dim: whether a value in this step's forwards so far is not finite.
+        """Device bool, 0-dim: whether a value or gradient of this step so far is not finite.
 
         Look at it before `optimizer.step()`; reading it is what waits for the device. Rows
-        without any visible key count too.
+        without any visible key count too, and gradients as a GradScaler has scaled them.
         """
         flag = self._meter.nonfinite_flag()
         return torch.zeros((), dtype=torch.bool) if flag is None else flag

@@ -24,6 +24,7 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from stability_probe.capture.functions import AttentionMode, Seen
+from stability_probe.capture.gradients import Gradients
 from stability_probe.capture.hooks import BeginHook, EnterHook, LeaveHook, is_live
 from stability_probe.capture.layout import UnsupportedCallError
 from stability_probe.capture.scope import Admission, Frame
@@ -51,6 +52,9 @@ class Receiver(Protocol):
     def values(self, call: AttentionCall, v: Tensor, output: Tensor) -> None:
         """The product of the attention weights of a call, given without its tensors, with v."""
 
+    def gradient(self, layer: str, call_index: int, kind: str, gradient: Tensor) -> None:
+        """A gradient of one of a call's tensors, in backward, on any thread; not to be kept."""
+
     def confirm(self, layer: str) -> None:
         """The layer's provisional calls were a checkpoint's first forward after all."""
 
@@ -68,6 +72,7 @@ class Attachment:
         self._receiver = receiver
         self._strict = strict
         self._mode = AttentionMode(self)
+        self._gradients = Gradients(receiver, self.fault)
         self._handles: list[RemovableHandle] = []
         self._names: dict[int, str] = {}
         self._lock = threading.Lock()
@@ -118,6 +123,7 @@ class Attachment:
     def close(self) -> None:
         """Removes all hooks and modes. Safe to call twice."""
         self._unhook()
+        self._gradients.close()
         self._mode.scope.heal()
         self._mode.clear()
 
@@ -196,6 +202,8 @@ class Attachment:
             return None
         frame = seen.path[-1]
         site = self.sites.get(frame.name)
+        if frame.rebuilding:
+            return self._rebuilt(site, seen)
         if site is None:
             if not seen.descends:
                 return None  # may be a router; `values` decides
@@ -211,17 +219,30 @@ class Attachment:
         if site.verification is None and self._receiver.measuring:
             site.verify(call, seen)
         self._receiver.call(call)
+        self._gradients.watch(call.layer, call.call_index, seen.graph)
         return dataclasses.replace(
             call, q_BHQD=None, k_BGKD=None, scores_BHQK=None, input_rms=None,
-            masks=(), v_BGKE=None, output_BHQE=None,
+            input=None, masks=(), v_BGKE=None, output_BHQE=None,
         )  # fmt: skip
+
+    def _rebuilt(self, site: Site | None, seen: Seen) -> AttentionCall | None:
+        """A call made again in backward: recorded before, but its graph is new."""
+        if site is None or site.disabled or not (seen.descends or site.plain_softmax):
+            return None
+        call = AttentionCall(layer=site.name, call_index=site.calls_in_forward)
+        site.calls_in_forward += 1
+        self._gradients.watch(call.layer, call.call_index, seen.graph)
+        return call
 
     def values(
         self, token: object | None, path: tuple[Frame, ...], v: Tensor, output: Tensor
     ) -> None:
         """Attention weights met their values."""
         if isinstance(token, AttentionCall):
-            self._receiver.values(token, v, output)
+            if not (path and path[-1].rebuilding):
+                self._receiver.values(token, v.detach(), output.detach())
+            graph = {"grad_v": v, "grad_output": output}
+            self._gradients.watch(token.layer, token.call_index, graph)
         elif path and path[-1].looking:
             self._site_of(path[-1]).plain_softmax = True  # from its next forward on
 

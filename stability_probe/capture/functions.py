@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +57,7 @@ class Seen:
     dtype: torch.dtype = torch.float32
     heads: int | None = None  # where the caller said so
     pre_scaled: bool = False
+    graph: Mapping[str, Tensor] = field(default_factory=dict)  # the caller's own, by gradient
     descends: bool = True  # from a product q k^T; a softmax that does not may be a router
 
 
@@ -69,7 +70,10 @@ class Listener(Protocol):
     def values(
         self, token: object | None, path: tuple[Frame, ...], v: Tensor, output: Tensor
     ) -> None:
-        """The product of attention weights with the values, made at or below `path`."""
+        """The product of attention weights with the values, made at or below `path`.
+
+        Both are the caller's own tensors, which may take part in a graph.
+        """
 
     def fault(self, frame: Frame | None, error: Exception) -> None:
         """Reading a call failed; the user's call itself was not touched."""
@@ -122,7 +126,7 @@ class AttentionMode(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor
     ) -> None:
         frame = self.scope.current
-        if frame is None or not frame.looking:
+        if frame is None or not frame.following:
             return
         with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
             if func in SDPA:
@@ -139,7 +143,7 @@ class AttentionMode(TorchFunctionMode):
 
     def _sdpa(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> Seen:
         given = dict(zip(_SDPA_ARGUMENTS, args, strict=False)) | dict(kwargs)
-        q, k, v = (given[name].detach().to(out.dtype) for name in ("query", "key", "value"))
+        q, k, v = (given[name].detach().to(out.dtype) for name in _QKV)
         mask, scale = given.get("attn_mask"), given.get("scale")
         return Seen(
             seam="sdpa",
@@ -154,6 +158,7 @@ class AttentionMode(TorchFunctionMode):
             dropout=float(given.get("dropout_p", 0.0)),
             dtype=out.dtype,
             heads=self._local.heads,
+            graph={"grad_output": out, **{f"grad_{name[0]}": given[name] for name in _QKV}},
         )
 
     def _softmax(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> None:
@@ -178,8 +183,9 @@ class AttentionMode(TorchFunctionMode):
                         dtype=scores.dtype, heads=heads, descends=False)  # fmt: skip
         query, key = record.axes
         q, k = record.q, record.k
+        factors = record.factors or ()
         if dim == query:
-            (q, k), (query, key) = (k, q), (key, query)
+            (q, k), (query, key), factors = (k, q), (key, query), factors[::-1]
         masks = [mask() for mask in record.masks]
         usable = (
             record.exact
@@ -196,6 +202,7 @@ class AttentionMode(TorchFunctionMode):
             weights=weights.movedim(*layout),
             dtype=record.dtype,
             heads=heads,
+            graph=dict(zip(("grad_q", "grad_k"), factors, strict=False)),
             pre_scaled=heads is not None,  # nn.MultiheadAttention scales q before the product
         )
         if not usable:
@@ -224,13 +231,14 @@ class AttentionMode(TorchFunctionMode):
                 if isinstance(a, Tensor) and not isinstance(ledger.get(a), Weights)
             )  # fmt: skip
             path = _common(weights.path, self.scope.path)
-            self._listener.values(weights.call, path, v.detach(), out.detach())
+            self._listener.values(weights.call, path, v, out)
             return
         record = provenance.scores_of_product(func, args, kwargs, out, self.scope.path)
         if record is not None:
             ledger.put(out, record)
 
 
+_QKV = ("query", "key", "value")
 _SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 

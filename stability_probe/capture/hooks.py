@@ -35,7 +35,7 @@ class InertHook:
         """Changes nothing."""
 
 
-class _CopiesInert:
+class CopiesInert:
     """A hook whose copies and pickles are inert."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
@@ -45,7 +45,7 @@ class _CopiesInert:
         return InertHook, ()
 
 
-class EnterHook(_CopiesInert):
+class EnterHook(CopiesInert):
     """A module's forward pre-hook."""
 
     def __init__(self, boundary: Boundary, name: str) -> None:
@@ -58,7 +58,7 @@ class EnterHook(_CopiesInert):
             self.boundary.enter(self.name, module, args, kwargs)
 
 
-class LeaveHook(_CopiesInert):
+class LeaveHook(CopiesInert):
     """A module's forward hook; registered so that it also runs after an exception."""
 
     def __init__(self, boundary: Boundary, name: str) -> None:
@@ -71,7 +71,7 @@ class LeaveHook(_CopiesInert):
             self.boundary.leave(self.name, module)
 
 
-class BeginHook(_CopiesInert):
+class BeginHook(CopiesInert):
     """The watched model's own forward pre-hook."""
 
     def __init__(self, boundary: Boundary) -> None:

@@ -21,6 +21,8 @@ from torch.overrides import (
     _get_current_function_mode,
 )
 
+from stability_probe.capture.gradients import discards_graph
+
 
 class Admission(Enum):
     """What the gate says of one forward of one module."""
@@ -71,11 +73,17 @@ class Frame:
     admission: Admission
     mode_before: bool  # whether the mode was on outside this frame
     input: torch.Tensor | None = None  # the module's first floating-point argument
+    rebuilding: bool = False  # a recomputation through whose graph backward will go
 
     @property
     def looking(self) -> bool:
         """Whether attention calls in here are recorded."""
         return self.admission not in (Admission.REFUSED, Admission.RECOMPUTE)
+
+    @property
+    def following(self) -> bool:
+        """Whether the mode is on: to record, or to hook what gradients will flow to."""
+        return self.looking or self.rebuilding
 
 
 class Scope(threading.local):
@@ -99,9 +107,10 @@ class Scope(threading.local):
         admission = admit(module, args, kwargs)
         tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
         first = next((t.detach() for t in tensors if t.is_floating_point()), None)
-        frame = Frame(name, module, admission, self.mode_on, first)
+        rebuilding = admission is Admission.RECOMPUTE and not discards_graph()
+        frame = Frame(name, module, admission, self.mode_on, first, rebuilding)
         self.frames.append(frame)
-        self._switch(frame.looking)
+        self._switch(frame.following)
         return frame
 
     def leave(self, module: nn.Module) -> bool:

@@ -95,5 +95,6 @@ def call_of(site: Site, frame: Frame, seen: Seen, *, with_input: bool) -> Attent
         phase="eval_grad" if frame.admission is Admission.EVAL_GRAD else "train",
         provisional=frame.admission is Admission.PROVISIONAL,
         input_rms=rms,
+        input=frame.input,
         **canonical(seen, site.heads),
     )

@@ -1,0 +1,87 @@
+"""Sees the gradients of an attention call: hooks on the caller's own q, k, v and output.
+
+A hook returns None and keeps no tensor: gradients pass through unchanged, and the hook lives as
+long as the graph that it is on. What autograd never computes is never told.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from stability_probe.capture.hooks import CopiesInert
+
+
+class GradientReceiver(Protocol):
+    """What takes the gradients in: the meter."""
+
+    def gradient(self, layer: str, call_index: int, kind: str, gradient: Tensor) -> None:
+        """One gradient, on whatever thread autograd runs. The tensor must not be kept."""
+
+
+class GradientHook(CopiesInert):
+    """The hook on one tensor. It knows the watch only weakly, and does nothing without it."""
+
+    def __init__(self, watch: Gradients, layer: str, call_index: int, kind: str) -> None:
+        self._watch = weakref.ref(watch)
+        self.layer, self.call_index, self.kind = layer, call_index, kind
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        """Passes the gradient on; returning None leaves it as it is."""
+        watch = self._watch()
+        if watch is not None and gradient is not None:
+            watch.take(self, gradient)
+
+
+class Gradients:
+    """Sets the hooks, and passes on what they see until `close`."""
+
+    def __init__(
+        self, receiver: GradientReceiver, fault: Callable[[None, Exception], None]
+    ) -> None:
+        """Tell `receiver`; `fault` takes the error where that fails, and there it ends."""
+        self._receiver, self._fault = receiver, fault
+        self._live = True
+
+    def watch(self, layer: str, call_index: int, tensors: Mapping[str, Tensor | None]) -> None:
+        """Hooks the tensors, by kind, that take part in a graph.
+
+        Not watched: leaves, because a hook on a parameter would outlive the step (attention
+        whose queries are themselves a parameter), and nested tensors.
+        """
+        for kind, tensor in tensors.items():
+            if tensor is not None and tensor.grad_fn is not None and not tensor.is_nested:
+                hook = GradientHook(self, layer, call_index, kind)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def take(self, hook: GradientHook, gradient: Tensor) -> None:
+        """A gradient that a hook saw. Compiled and vectorised backwards are not read."""
+        if not self._live or torch.compiler.is_compiling():
+            return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return
+        try:
+            gradient = gradient.detach()
+            self._receiver.gradient(hook.layer, hook.call_index, hook.kind, gradient)
+        except Exception as error:
+            self._live = False
+            self._fault(None, error)
+
+    def close(self) -> None:
+        """Hooks on graphs that still live do nothing from here on."""
+        self._live = False
+
+
+def discards_graph() -> bool:
+    """Whether a recomputation only restores saved tensors, as a non-reentrant checkpoint's does.
+
+    Backward then goes through the first forward's graph, whose tensors have their hooks. A wrong
+    False does no harm: hooks on a graph that is thrown away never run.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
