@@ -72,7 +72,7 @@ class _Slot:
     index: int
     pool: _Pool = field(default_factory=_Pool)
     provisional: list[_Pool] = field(default_factory=list)
-    first_bad: Tensor | None = None  # [10], steps, on the layer's device
+    first_bad: Tensor | None = None  # [11], steps, on the layer's device
     explained: bool = False  # rows without a visible key could make its output non-finite
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from stability_probe.records import AttentionCall
 
 FORWARD = ("input", "q", "k", "v", "scores", "output")
-BACKWARD = ("grad_output", "grad_q", "grad_k", "grad_v")
+BACKWARD = ("grad_output", "grad_v", "grad_q", "grad_k", "grad_input")
 KINDS = (*FORWARD, *BACKWARD)
 NEVER = 2.0**53  # a step that no run reaches, exact in float64
 
@@ -55,7 +55,7 @@ def pooled(one: Tensor | None, two: Tensor) -> Tensor:
 
 
 def table(rows: Sequence[tuple[Tensor | None, Mapping[str, Tensor]]]) -> Tensor:
-    """Forward witness and gradients of the layers on one device, [layers, 10] by `KINDS`."""
+    """Forward witness and gradients of the layers on one device, [layers, 11] by `KINDS`."""
     device = next(t for forward, back in rows for t in (forward, *back.values()) if t is not None)
     none = torch.zeros((), device=device.device)
     blank = none.expand(len(FORWARD))

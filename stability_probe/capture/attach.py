@@ -203,7 +203,7 @@ class Attachment:
         frame = seen.path[-1]
         site = self.sites.get(frame.name)
         if frame.rebuilding:
-            return self._rebuilt(site, seen)
+            return self._rebuilt(site, frame, seen)
         if site is None:
             if not seen.descends:
                 return None  # may be a router; `values` decides
@@ -219,19 +219,21 @@ class Attachment:
         if site.verification is None and self._receiver.measuring:
             site.verify(call, seen)
         self._receiver.call(call)
-        self._gradients.watch(call.layer, call.call_index, seen.graph)
+        graph = {**seen.graph, "grad_input": frame.input}
+        self._gradients.watch(call.layer, call.call_index, graph)
         return dataclasses.replace(
             call, q_BHQD=None, k_BGKD=None, scores_BHQK=None, input_rms=None,
             input=None, masks=(), v_BGKE=None, output_BHQE=None,
         )  # fmt: skip
 
-    def _rebuilt(self, site: Site | None, seen: Seen) -> AttentionCall | None:
+    def _rebuilt(self, site: Site | None, frame: Frame, seen: Seen) -> AttentionCall | None:
         """A call made again in backward: recorded before, but its graph is new."""
         if site is None or site.disabled or not (seen.descends or site.plain_softmax):
             return None
         call = AttentionCall(layer=site.name, call_index=site.calls_in_forward)
         site.calls_in_forward += 1
-        self._gradients.watch(call.layer, call.call_index, seen.graph)
+        graph = {**seen.graph, "grad_input": frame.input}
+        self._gradients.watch(call.layer, call.call_index, graph)
         return call
 
     def values(

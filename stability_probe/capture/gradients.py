@@ -1,4 +1,6 @@
-"""Sees the gradients of an attention call: hooks on the caller's own q, k, v and output.
+"""Sees the gradients of an attention call: hooks on the caller's own tensors.
+
+They are q, k, v, the output, and the input of the module that made the call.
 
 A hook returns None and keeps no tensor: gradients pass through unchanged, and the hook lives as
 long as the graph that it is on. What autograd never computes is never told.
@@ -15,6 +17,8 @@ from torch import Tensor
 
 from stability_probe.capture.hooks import CopiesInert
 
+_VECTORISED = [torch._C._parse_dispatch_key(key) for key in ("Batched", "FuncTorchBatched")]
+
 
 class GradientReceiver(Protocol):
     """What takes the gradients in: the meter."""
@@ -29,6 +33,14 @@ class GradientHook(CopiesInert):
     def __init__(self, watch: Gradients, layer: str, call_index: int, kind: str) -> None:
         self._watch = weakref.ref(watch)
         self.layer, self.call_index, self.kind = layer, call_index, kind
+
+    def same(self, other: object) -> bool:
+        """Whether another hook tells the same: calls may share their tensors."""
+        return (
+            isinstance(other, GradientHook)
+            and (other.layer, other.kind) == (self.layer, self.kind)
+            and other._watch() is self._watch()
+        )
 
     def __call__(self, gradient: Tensor | None) -> None:
         """Passes the gradient on; returning None leaves it as it is."""
@@ -48,21 +60,24 @@ class Gradients:
         self._live = True
 
     def watch(self, layer: str, call_index: int, tensors: Mapping[str, Tensor | None]) -> None:
-        """Hooks the tensors, by kind, that take part in a graph.
+        """Hooks the tensors, by kind, that take part in a graph; each of them once.
 
         Not watched: leaves, because a hook on a parameter would outlive the step (attention
         whose queries are themselves a parameter), and nested tensors.
         """
         for kind, tensor in tensors.items():
-            if tensor is not None and tensor.grad_fn is not None and not tensor.is_nested:
-                hook = GradientHook(self, layer, call_index, kind)
+            if tensor is None or tensor.grad_fn is None or tensor.is_nested:
+                continue
+            hook = GradientHook(self, layer, call_index, kind)
+            if not any(hook.same(other) for other in (tensor._backward_hooks or {}).values()):
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def take(self, hook: GradientHook, gradient: Tensor) -> None:
         """A gradient that a hook saw. Compiled and vectorised backwards are not read."""
         if not self._live or torch.compiler.is_compiling():
             return
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        keys = torch._C._dispatch_keys(gradient)
+        if any(keys.has(key) for key in _VECTORISED):
             return
         try:
             gradient = gradient.detach()

@@ -72,7 +72,7 @@ class Frame:
     module: nn.Module
     admission: Admission
     mode_before: bool  # whether the mode was on outside this frame
-    input: torch.Tensor | None = None  # the module's first floating-point argument
+    input: torch.Tensor | None = None  # the caller's own: the first floating-point argument
     rebuilding: bool = False  # a recomputation through whose graph backward will go
 
     @property
@@ -106,7 +106,7 @@ class Scope(threading.local):
             self.heal()  # its post-hook never ran: Ctrl-C skips even `always_call` hooks
         admission = admit(module, args, kwargs)
         tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
-        first = next((t.detach() for t in tensors if t.is_floating_point()), None)
+        first = next((t for t in tensors if t.is_floating_point()), None)
         rebuilding = admission is Admission.RECOMPUTE and not discards_graph()
         frame = Frame(name, module, admission, self.mode_on, first, rebuilding)
         self.frames.append(frame)

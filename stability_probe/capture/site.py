@@ -76,9 +76,10 @@ def call_of(site: Site, frame: Frame, seen: Seen, *, with_input: bool) -> Attent
     Raises:
         UnsupportedCallError: it cannot be read.
     """
+    given = None if frame.input is None else frame.input.detach()
     rms = None
-    if with_input and frame.input is not None:
-        rms = frame.input.float().square().mean().sqrt()
+    if with_input and given is not None:
+        rms = given.float().square().mean().sqrt()
     return AttentionCall(
         layer=site.name,
         layer_index=site.index,
@@ -95,6 +96,6 @@ def call_of(site: Site, frame: Frame, seen: Seen, *, with_input: bool) -> Attent
         phase="eval_grad" if frame.admission is Admission.EVAL_GRAD else "train",
         provisional=frame.admission is Admission.PROVISIONAL,
         input_rms=rms,
-        input=frame.input,
+        input=given,
         **canonical(seen, site.heads),
     )
