@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stability_probe.capture.hooks import CopiesInert
 
-_VECTORISED = [torch._C._parse_dispatch_key(key) for key in ("Batched", "FuncTorchBatched")]
+_VECTORISED = ("Batched", "FuncTorchBatched")  # dispatch keys
 
 
 class GradientReceiver(Protocol):
