@@ -175,11 +175,14 @@ class Meter:
                 known[kind] = pooled(known.get(kind), fresh)
 
     def confirm(self, layer: str) -> None:
-        """Counts the oldest provisional call of each of the layer's slots."""
+        """Counts the newest provisional call of each of the layer's slots.
+
+        Backward goes from the last forward to the first; what `generate()` left is older.
+        """
         with self._lock:
             for (name, _), slot in self._slots.items():
                 if name == layer and slot.provisional:
-                    slot.pool.add(slot.provisional.pop(0))
+                    slot.pool.add(slot.provisional.pop())
 
     def _slot(self, call: AttentionCall) -> _Slot:
         key = (call.layer, call.call_index)

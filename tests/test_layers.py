@@ -30,10 +30,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "replaying": {"records", "errors", "alerts", "monitor", "runlog", "stats.catalogue"},
     "lookout": {"records", "capture"},
     "header": {"records", "plan", "stats.catalogue"},
-    "waiting": {"records", "meter", "transfer"},
+    "updates": {"transfer"},
+    "waiting": {"records", "meter", "transfer", "updates"},
     "probe": {
         "records", "errors", "plan", "header", "waiting", "meter", "capture", "lookout",
-        "monitor", "alerts", "runlog", "sinks",
+        "updates",        "monitor", "alerts", "runlog", "sinks",
     },
     "remedies": {"errors"},
     "demo": {"__init__", "records", "errors", "remedies", "runlog", "probe", "plan", "views",

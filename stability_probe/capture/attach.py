@@ -67,6 +67,7 @@ class Attachment:
         self.faults: list[tuple[str, str]] = []  # (layer, what happened), for the probe to drain
         self.step = 1
         self.forwards = 0  # of the watched model or its parts, admitted ones only
+        self.forwards_in_eval = 0  # those of them whose modules are in eval mode
         self.refused_in_eval = 0
         self._model = model
         self._receiver = receiver
@@ -177,10 +178,11 @@ class Attachment:
         """A hooked module's forward begins."""
         try:
             frame = self._mode.scope.enter(name, module, args, kwargs)
-            if frame.admission is Admission.RECOMPUTE:
+            if frame.rebuilding:
                 self._receiver.confirm(name)
             elif frame.looking:
                 self.forwards += 1
+                self.forwards_in_eval += frame.admission is Admission.EVAL_GRAD
             elif not module.training:
                 self.refused_in_eval += 1
             if (site := self.sites.get(name)) is not None:
