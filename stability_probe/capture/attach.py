@@ -103,7 +103,8 @@ class Attachment:
         if self._names or self._is_shy(self._model):
             self._hook_globally()
         else:
-            self._handles.append(self._model.register_forward_pre_hook(BeginHook(self)))
+            begin = self._model.register_forward_pre_hook(BeginHook(self), prepend=True)
+            self._handles.append(begin)  # before the root's own EnterHook, which it would undo
 
     @property
     def discovering(self) -> bool:
