@@ -26,7 +26,7 @@ def call_peaks(call: AttentionCall) -> Tensor:
         call.q_BHQD,
         call.k_BGKD,
         call.v_BGKE,
-        None if scores is None else scores.amax().clamp(min=0.0),
+        None if scores is None or not scores.numel() else scores.amax().clamp(min=0.0),
         call.output_BHQE,
     )
 
