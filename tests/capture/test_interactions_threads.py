@@ -165,6 +165,7 @@ def test_two_probes_in_two_threads_know_nothing_of_each_other(
         assert set(count.values()) == {5}
 
 
+@RACE
 def test_an_evaluation_in_another_thread_is_not_recorded() -> None:
     torch.manual_seed(0)
     model = make()
