@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -410,3 +411,23 @@ def test_transformer_encoder_layers_are_watched_in_backward() -> None:
         layers = {(b.layer, b.tensor) for b in bad_any(probe)}
     assert len({layer for layer, _ in layers}) == 2
     assert {kind for _, kind in layers} == GRADIENTS
+
+
+def test_the_alert_names_the_layer_and_replay_says_the_same(tmp_path: Path) -> None:
+    model = model_of("sdpa")
+    with sp.watch(model, tmp_path, strict=True, plan=every(4)) as probe:
+        for step in range(1, 12):
+            model.blocks[1].attention.where = "q" if step == 6 else None
+            loss = loss_of(model, tokens())
+            loss.backward()
+            model.zero_grad()
+            probe.step(loss=loss)
+    (alert,) = [a for a in probe.alerts if a.state == "firing"]
+    assert (alert.rule, alert.step, alert.layer) == ("nonfinite", 6, "blocks.1.attention")
+    assert "forward healthy, backward non-finite" in alert.message
+    assert "that of its q is not" in alert.message
+    assert "earlier layers follow: blocks.0.attention" in alert.message
+    run = sp.load(tmp_path)
+    assert run.alerts == probe.alerts
+    assert sp.replay(tmp_path) == probe.alerts
+    assert {b.tensor for r in run.records() for b in r.scalars.first_bad} == GRADIENTS
