@@ -322,6 +322,18 @@ def test_hooks_keep_neither_the_graph_nor_the_users_tensors() -> None:
         gc.enable()
 
 
+def test_a_graph_that_lives_on_does_not_keep_the_probe() -> None:
+    model = Model(Keeping())
+    probe = sp.watch(model, strict=True)
+    loss = loss_of(model, tokens())
+    probe.close()
+    watching = weakref.ref(probe._attachment._gradients)
+    del probe
+    gc.collect()
+    assert watching() is None
+    loss.backward()
+
+
 def test_parameters_are_left_alone_and_copies_are_inert() -> None:
     class Learned(Attention):
         """Attention whose queries are a parameter."""
