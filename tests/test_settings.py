@@ -362,6 +362,22 @@ def test_the_optimizer_inside_a_wrapper_is_watched_and_other_objects_are_not() -
     other.close()
 
 
+def test_an_optimizer_that_takes_no_hook_is_one_alert() -> None:
+    class Strange(Optimizer):
+        def __init__(self) -> None:
+            self.param_groups = [{"lr": 0.1}]
+
+    model = Model(Attention())
+    with sp.watch(model, optimizer=Strange()) as probe:
+        for _ in range(3):
+            loss_of(model, tokens()).backward()
+            probe.step()
+        assert not any(r.scalars.skipped for r in probe._kept)
+    (alert,) = probe.alerts
+    assert alert.rule == "probe_fault"
+    assert "watching the optimizer" in alert.message
+
+
 def test_one_real_update_between_two_steps_is_enough() -> None:
     yes, no = (HostCopy(torch.tensor([x])) for x in (1.0, 0.0))
     assert Update(known=True, found_inf=(yes, yes)).skipped
