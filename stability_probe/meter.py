@@ -1,7 +1,6 @@
 """Pools the calls of one optimizer step into one measurement.
 
-Micro-batches merge; a checkpoint's recomputation counts once; a no-grad forward counts only
-when a recomputation in backward confirms it.
+Micro-batches merge, as do the calls of one layer with the same index.
 """
 
 from __future__ import annotations
@@ -71,7 +70,6 @@ class _Slot:
     name: str
     index: int
     pool: _Pool = field(default_factory=_Pool)
-    provisional: list[_Pool] = field(default_factory=list)
     first_bad: Tensor | None = None  # [11], steps, on the layer's device
     explained: bool = False  # rows without a visible key could make its output non-finite
 
@@ -150,20 +148,14 @@ class Meter:
         with self._lock:
             slot = self._slot(call)
             slot.explained |= bool(call.masks) or call.seam == "softmax"
-            if call.provisional:
-                slot.provisional.append(pool)
-            else:
-                slot.pool.add(pool)
+            slot.pool.add(pool)
 
     def values(self, call: AttentionCall, v: Tensor, output: Tensor) -> None:
         """Watches v and the output of a call that was seen at its softmax."""
         pool = _Pool(witness=value_witness(v, output))
         with self._lock:
             slot = self._slot(call)
-            if not call.provisional:
-                slot.pool.add(pool)
-            elif slot.provisional:
-                slot.provisional[-1].add(pool)
+            slot.pool.add(pool)
 
     def gradient(self, layer: str, call_index: int, kind: str, gradient: Tensor) -> None:
         """Watches a gradient of a call that was seen; several threads may call."""
@@ -173,16 +165,6 @@ class Meter:
             if slot is not None:
                 known = slot.pool.gradients
                 known[kind] = pooled(known.get(kind), fresh)
-
-    def confirm(self, layer: str) -> None:
-        """Counts the newest provisional call of each of the layer's slots.
-
-        Backward goes from the last forward to the first; what `generate()` left is older.
-        """
-        with self._lock:
-            for (name, _), slot in self._slots.items():
-                if name == layer and slot.provisional:
-                    slot.pool.add(slot.provisional.pop())
 
     def _slot(self, call: AttentionCall) -> _Slot:
         key = (call.layer, call.call_index)
@@ -211,7 +193,7 @@ class Meter:
 
     @torch.no_grad()
     def drain(self, step: int, *, read_sentinel: bool) -> Measurement:
-        """Ends the step: takes what was pooled, and drops what was never confirmed.
+        """Ends the step: takes what was pooled.
 
         Args:
             step: the step that the forwards since the last drain led to.
@@ -221,7 +203,7 @@ class Meter:
             slots = list(self._slots.values())
             taken = [(slot, slot.pool) for slot in slots]
             for slot in slots:
-                slot.pool, slot.provisional = _Pool(), []
+                slot.pool = _Pool()
         for group in _by_device(taken, lambda pair: pair[1].any_tensor):
             _note_bad(group, step)
         measured = [(s, p.accumulators, p.sequences) for s, p in taken if p.accumulators]

@@ -16,10 +16,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "records": set(),
     "errors": set(),
     "plan": {"records"},
+    "positions": set(),
     "transfer": set(),
     "sentinel": {"records"},
-    "stats": {"records", "errors"},
-    "capture": {"records", "errors"},
+    "stats": {"records", "errors", "positions"},
+    "capture": {"records", "errors", "positions"},
     "meter": {"records", "stats", "sentinel", "transfer"},
     "runlog": {"records", "errors", "stats.catalogue", "views"},
     "detect": set(),
@@ -34,12 +35,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "waiting": {"records", "meter", "transfer", "updates"},
     "probe": {
         "records", "errors", "plan", "header", "waiting", "meter", "capture", "lookout",
-        "updates",        "monitor", "alerts", "runlog", "sinks",
+        "updates", "monitor", "alerts", "runlog", "sinks", "views",
     },
     "remedies": {"errors"},
     "demo": {"__init__", "records", "errors", "remedies", "runlog", "probe", "plan", "views",
              "stats.catalogue"},
-    "cli": {"demo", "errors"},
+    "cli": {"demo", "errors", "runlog", "views"},
     "__init__": {
         "records", "errors", "plan", "probe", "replaying", "runlog", "stats",
     },
@@ -57,6 +58,7 @@ WITHOUT_TORCH = [
     "stability_probe.replaying",
     "stability_probe.sinks.tensorboard",
     "stability_probe.stats.catalogue",
+    "stability_probe.views.coverage",
     "stability_probe.views.plots",
 ]
 

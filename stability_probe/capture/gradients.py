@@ -63,10 +63,13 @@ class Gradients:
         """Hooks the tensors, by kind, that take part in a graph; each of them once.
 
         Not watched: leaves, because a hook on a parameter would outlive the step (attention
-        whose queries are themselves a parameter), and nested tensors.
+        whose queries are themselves a parameter), but for those that a checkpoint detached to
+        recompute from; and nested tensors.
         """
         for kind, tensor in tensors.items():
-            if tensor is None or tensor.grad_fn is None or tensor.is_nested:
+            if tensor is None or tensor.is_nested or not tensor.requires_grad:
+                continue
+            if tensor.grad_fn is None and not _is_fleeting(tensor):
                 continue
             hook = GradientHook(self, layer, call_index, kind)
             if not any(hook.same(other) for other in (tensor._backward_hooks or {}).values()):
@@ -91,12 +94,6 @@ class Gradients:
         self._live = False
 
 
-def discards_graph() -> bool:
-    """Whether a recomputation only restores saved tensors, as a non-reentrant checkpoint's does.
-
-    Backward then goes through the first forward's graph, whose tensors have their hooks. A wrong
-    False does no harm: hooks on a graph that is thrown away never run.
-    """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks = None if top is None else top(False)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+def _is_fleeting(leaf: Tensor) -> bool:
+    """Whether a leaf dies with this backward: the input that a checkpoint detached."""
+    return torch._C._current_graph_task_id() != -1 and not isinstance(leaf, torch.nn.Parameter)

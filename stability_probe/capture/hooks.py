@@ -21,11 +21,14 @@ class Boundary(Protocol):
     ) -> None:
         """A hooked module's forward begins."""
 
-    def leave(self, name: str, module: nn.Module) -> None:
-        """A hooked module's forward ended, with or without an exception."""
+    def leave(self, name: str, module: nn.Module, output: object) -> None:
+        """A hooked module's forward ended; after an exception without an output."""
 
     def begin(self) -> None:
         """The watched model's own forward begins."""
+
+    def end(self) -> None:
+        """The watched model's own forward ended, with or without an exception."""
 
 
 class InertHook:
@@ -65,10 +68,10 @@ class LeaveHook(CopiesInert):
         self.boundary = boundary
         self.name = name
 
-    def __call__(self, module: nn.Module, *_: object) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
         """Closes the scope."""
         if not torch.compiler.is_compiling():
-            self.boundary.leave(self.name, module)
+            self.boundary.leave(self.name, module, output)
 
 
 class BeginHook(CopiesInert):
@@ -83,6 +86,18 @@ class BeginHook(CopiesInert):
             self.boundary.begin()
 
 
+class EndHook(CopiesInert):
+    """The watched model's own forward hook; also runs after an exception."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        self.boundary = boundary
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        """Lets later calls of the model's parts be told apart from those inside it."""
+        if not torch.compiler.is_compiling():
+            self.boundary.end()
+
+
 def is_live(hook: object) -> bool:
     """Whether a registered hook belongs to a probe that still watches."""
-    return isinstance(hook, EnterHook | LeaveHook | BeginHook)
+    return isinstance(hook, EnterHook | LeaveHook | BeginHook | EndHook)

@@ -9,7 +9,8 @@ them changes numbers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -21,7 +22,7 @@ from torch.overrides import (
     _get_current_function_mode,
 )
 
-from stability_probe.capture.gradients import discards_graph
+from stability_probe.capture.recompute import Recomputations
 
 
 class Admission(Enum):
@@ -29,31 +30,36 @@ class Admission(Enum):
 
     REFUSED = "refused"
     TRAIN = "train"
-    PROVISIONAL = "provisional"  # train mode without gradients: a checkpoint's first forward,
-    # or `generate()` inside training; only a recomputation in backward tells them apart
     EVAL_GRAD = "eval_grad"  # eval mode, yet gradients flow: LoRA and DPO loops train so
-    RECOMPUTE = "recompute"  # inside backward: the same forward once more
 
 
-def admit(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Admission:
+def admit(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    recomputations: Recomputations,
+) -> Admission:
     """Decides whether a forward of `module` may be recorded.
 
-    A forward under tracing, vmap or functorch, and an evaluation, are refused.
+    A forward under tracing, vmap or functorch, one of fake tensors (a memory estimate, say), and
+    an evaluation, are refused. So is whatever runs without gradients: `generate()` inside
+    training, and the first forward of a reentrant checkpoint, whose recomputation is recorded.
     """
     if (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.is_inference_mode_enabled()
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     ):
         return Admission.REFUSED
-    if torch._C._current_graph_task_id() != -1:
-        return Admission.RECOMPUTE
+    if not torch.is_grad_enabled():
+        return Admission.REFUSED
+    if torch._C._current_graph_task_id() != -1 and not recomputations.recorded():
+        return Admission.REFUSED
     if module.training:
-        return Admission.TRAIN if torch.is_grad_enabled() else Admission.PROVISIONAL
-    if torch.is_grad_enabled() and _gradients_flow(module, args, kwargs):
-        return Admission.EVAL_GRAD
-    return Admission.REFUSED
+        return Admission.TRAIN
+    return Admission.EVAL_GRAD if _gradients_flow(module, args, kwargs) else Admission.REFUSED
 
 
 def _gradients_flow(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -73,17 +79,12 @@ class Frame:
     admission: Admission
     mode_before: bool  # whether the mode was on outside this frame
     input: torch.Tensor | None = None  # the caller's own: the first floating-point argument
-    rebuilding: bool = False  # a recomputation through whose graph backward will go
+    since: int = 0  # autograd's sequence number when the forward began
 
     @property
     def looking(self) -> bool:
         """Whether attention calls in here are recorded."""
-        return self.admission not in (Admission.REFUSED, Admission.RECOMPUTE)
-
-    @property
-    def following(self) -> bool:
-        """Whether the mode is on: to record, or to hook what gradients will flow to."""
-        return self.looking or self.rebuilding
+        return self.admission is not Admission.REFUSED
 
 
 class Scope(threading.local):
@@ -91,8 +92,10 @@ class Scope(threading.local):
 
     def __init__(self, mode: TorchFunctionMode) -> None:
         self.mode = mode
+        self._recomputations = Recomputations()
         self.frames: list[Frame] = []
         self.mode_on = False
+        self.muted = False
 
     def enter(
         self,
@@ -104,13 +107,14 @@ class Scope(threading.local):
         """Asks the gate and pushes a frame; call it from a forward pre-hook."""
         if any(frame.module is module for frame in self.frames):
             self.heal()  # its post-hook never ran: Ctrl-C skips even `always_call` hooks
-        admission = admit(module, args, kwargs)
+        admission = (
+            Admission.REFUSED if self.muted else admit(module, args, kwargs, self._recomputations)
+        )
         tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
         first = next((t for t in tensors if t.is_floating_point()), None)
-        rebuilding = admission is Admission.RECOMPUTE and not discards_graph()
-        frame = Frame(name, module, admission, self.mode_on, first, rebuilding)
+        frame = Frame(name, module, admission, self.mode_on, first, _sequence_number())
         self.frames.append(frame)
-        self._switch(frame.following)
+        self._switch(frame.looking)
         return frame
 
     def leave(self, module: nn.Module) -> bool:
@@ -127,6 +131,19 @@ class Scope(threading.local):
         while _active_mode() is self.mode:
             self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Sees nothing of what runs inside: a kernel whose call is read as a whole."""
+        muted, on = self.muted, self.mode_on
+        self._switch(False)
+        self.muted = True
+        try:
+            yield
+        finally:
+            self.muted = muted
+            if on and self.frames:
+                self._switch(self.frames[-1].looking)
+
     @property
     def path(self) -> tuple[Frame, ...]:
         """The frames from the outermost to the innermost."""
@@ -134,8 +151,8 @@ class Scope(threading.local):
 
     @property
     def current(self) -> Frame | None:
-        """The innermost frame."""
-        return self.frames[-1] if self.frames else None
+        """The innermost frame; None where there is none, and inside `quiet`."""
+        return self.frames[-1] if self.frames and not self.muted else None
 
     def _switch(self, on: bool) -> None:
         if on and not self.mode_on:
@@ -144,6 +161,11 @@ class Scope(threading.local):
         elif self.mode_on and not on and _active_mode() is self.mode:
             self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self.mode_on = False
+
+
+def _sequence_number() -> int:
+    """The number that autograd gives to its next node on this thread."""
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def _active_mode() -> TorchFunctionMode | None:
