@@ -24,14 +24,16 @@ class Hidden(torch.autograd.Function):
     def forward(ctx: Any, scores: Tensor, v: Tensor) -> Tensor:
         s = scores.detach().double().numpy()
         with np.errstate(all="ignore"):
-            e = np.exp(s - np.where(np.isfinite(m := s.max(-1, keepdims=True)), m, 0.0))
+            e = np.exp(
+                s - np.where(np.isfinite(m := s.max(-1, keepdims=True, initial=-np.inf)), m, 0.0)
+            )
             p = np.nan_to_num(e / e.sum(-1, keepdims=True))
         ctx.shapes = scores.shape, v.shape
         return torch.from_numpy(p @ v.detach().double().numpy()).to(v.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad.new_ones(ctx.shapes[0]), grad.new_ones(ctx.shapes[1])
+        return tuple(grad.new_full(shape, 1e-3) for shape in ctx.shapes)
 
 
 def scores_of(

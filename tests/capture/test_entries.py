@@ -185,6 +185,7 @@ def test_what_a_watched_kernel_calls_is_not_recorded_once_more(user: types.Modul
     assert (len(calls), report.seam, report.verified) == (2, "flash_attn", "output")
 
 
+@pytest.mark.filterwarnings("ignore:Using .torch.compile.module.. when there are global hooks")
 def test_nothing_is_added_to_a_compiled_model(user: types.ModuleType) -> None:
     graphs = []
 
