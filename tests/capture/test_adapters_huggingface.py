@@ -28,6 +28,23 @@ X = torch.randn(2, 10, 32, generator=torch.Generator().manual_seed(3))
 HIDDEN = torch.ones(10, 10, dtype=torch.bool).triu(1)
 
 
+@pytest.fixture
+def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library compiles FlexAttention and its masks; without that the same runs at once."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    home = sys.modules["transformers.integrations.flex_attention"]
+
+    def eager(q: Tensor, k: Tensor, v: Tensor, training: bool = False, **how: object) -> Tensor:
+        return flex_attention(q, k, v, **how)
+
+    def masks(*args: object, **how: object) -> object:
+        return create_block_mask(*args, **(how | {"_compile": False}))
+
+    monkeypatch.setattr(home, "compile_friendly_flex_attention", eager)
+    monkeypatch.setattr("transformers.masking_utils.create_block_mask", masks)
+
+
 def attend_with(name: str, **how: object) -> object:
     """Attention as a model of the library calls it: looked up at each forward."""
     module = nn.Module()
@@ -44,6 +61,7 @@ def attend_with(name: str, **how: object) -> object:
     return attend
 
 
+@pytest.mark.usefixtures("eager_flex")
 def test_flex_with_a_cap_a_mask_and_a_bias() -> None:
     mask = torch.zeros(2, 1, 10, 10).masked_fill(HIDDEN, torch.finfo(torch.float32).min)
     bias = torch.randn(2, 4, 10, 10, generator=torch.Generator().manual_seed(5))
@@ -61,6 +79,7 @@ def test_flex_with_a_cap_a_mask_and_a_bias() -> None:
     assert torch.equal(model(X), bare)
 
 
+@pytest.mark.usefixtures("eager_flex")
 def test_flex_in_a_whole_model() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
