@@ -238,8 +238,9 @@ class Attachment:
             site.verify(call, seen)
         self._receiver.call(call)
         return dataclasses.replace(
-            call, q_BHQD=None, k_BGKD=None, scores_BHQK=None, input_rms=None,
-            masks=(), v_BGKE=None, output_BHQE=None,
+            call, q_BHQD=None, k_BGKD=None, scores_BHQK=None, input_rms=None, masks=(),
+            v_BGKE=None, output_BHQE=None, score_mod=None, mask_mod=None, sink_BHQ1=None,
+            lse_BHQ=None,
         )  # fmt: skip
 
     def values(
