@@ -34,19 +34,21 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "q.matmul(tensor2)": lambda q, k: q.matmul(k.mT) * SCALE + BIAS,
     "bmm(mat2)": lambda q, k: torch.bmm(flat(q), mat2=flat(k).mT).view(B, H, T, T) * SCALE + BIAS,
     "q.bmm(mat2)": lambda q, k: flat(q).bmm(mat2=flat(k).mT).view(B, H, T, T) * SCALE + BIAS,
-    "bias.baddbmm(batch1, batch2)": lambda q, k: plane()
-    .baddbmm(batch1=flat(q), batch2=flat(k).mT, beta=1.0, alpha=SCALE)
-    .view(B, H, T, T),
+    "bias.baddbmm(batch1, batch2)": lambda q, k: (
+        plane().baddbmm(batch1=flat(q), batch2=flat(k).mT, beta=1.0, alpha=SCALE).view(B, H, T, T)
+    ),
     "baddbmm(input, batch1, batch2)": lambda q, k: torch.baddbmm(
         input=plane(), batch1=flat(q), batch2=flat(k).mT, alpha=SCALE
     ).view(B, H, T, T),
     "baddbmm(bias, batch1, batch2)": lambda q, k: torch.baddbmm(
         plane(), batch1=flat(q), batch2=flat(k).mT, alpha=SCALE
     ).view(B, H, T, T),
-    "baddbmm that ignores its input": lambda q, k: torch.baddbmm(
-        torch.full((B * H, T, T), math.nan), flat(q), flat(k).mT, beta=0, alpha=SCALE
-    ).view(B, H, T, T)
-    + BIAS,
+    "baddbmm that ignores its input": lambda q, k: (
+        torch.baddbmm(
+            torch.full((B * H, T, T), math.nan), flat(q), flat(k).mT, beta=0, alpha=SCALE
+        ).view(B, H, T, T)
+        + BIAS
+    ),
     "mul(other)": lambda q, k: torch.mul(q @ k.mT, other=SCALE).add(other=BIAS),
     "mul(input, other)": lambda q, k: torch.mul(input=q @ k.mT, other=torch.tensor(SCALE)) + BIAS,
     "div(input, other)": lambda q, k: torch.div(input=q @ k.mT, other=D**0.5) + BIAS,
