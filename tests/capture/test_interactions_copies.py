@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import warnings
 from collections.abc import Callable
 
@@ -42,7 +41,6 @@ def saved(model: nn.Module) -> nn.Module:
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "deepcopy": copy.deepcopy,
     "torch.save": saved,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
 }
 
 

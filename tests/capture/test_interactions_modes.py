@@ -70,9 +70,10 @@ AROUND: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("spelling", SPELLINGS[:2])
-def test_a_mode_of_the_user_s_around_every_step(spelling: str, around: str) -> None:
+@pytest.mark.parametrize(
+    ("around", "spelling"), [(name, SPELLINGS[i % 2]) for i, name in enumerate(AROUND)]
+)
+def test_a_mode_of_the_user_s_around_every_step(around: str, spelling: str) -> None:
     probe = both(lambda: make(spelling, dropout=0.1), around=AROUND[around])
     assert calls(probe) == dict.fromkeys(LAYERS, 4)
     assert all(r.verified != "no" for r in probe.coverage), probe.coverage

@@ -184,7 +184,7 @@ def test_micro_batches_under_reentrant_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "eval with gradients off"])
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 def test_an_evaluation_in_the_middle_of_a_step(mode: str, spelling: str) -> None:
     def step(model: nn.Module, batch: Tensor) -> Tensor:
         first = loss_of(model, batch[:1])

@@ -201,6 +201,7 @@ class _Trip(torch.autograd.Function):
             for error in (RuntimeError, KeyboardInterrupt)
             for when in ("before", "after", "backward")
             for how in ("plain", "reentrant", "not reentrant")
+            if error is KeyboardInterrupt or (when, how) == ("after", "plain")
         ),
         *((e, "after", "plain") for e in (StopIteration, GeneratorExit, SystemExit, MemoryError)),
     ],
