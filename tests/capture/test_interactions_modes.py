@@ -81,7 +81,7 @@ def test_a_mode_of_the_user_s_around_every_step(around: str, spelling: str) -> N
 
 
 @pytest.mark.parametrize("where", ["around the attention", "inside the attention", "both"])
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("spelling", SPELLINGS[:2])
 def test_a_mode_that_is_switched_on_inside_the_model(spelling: str, where: str) -> None:
     """Modes are a stack: one that opened inside a module is closed inside it, by its owner."""
 
@@ -205,7 +205,7 @@ def test_flops_are_those_of_the_model(spelling: str) -> None:
 # ------------------------------------------------------------------ default device and dtype
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("spelling", SPELLINGS[:2])
 def test_a_default_device_set_for_the_whole_process(spelling: str) -> None:
     torch.set_default_device("cpu")
     try:
@@ -233,7 +233,7 @@ def test_a_default_device_without_data_while_the_probe_works() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("spelling", SPELLINGS[:2])
 def test_a_default_dtype_that_is_not_float32(spelling: str, dtype: torch.dtype) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -199,7 +199,7 @@ def test_a_tensor_subclass_passes_through_unchanged() -> None:
 
 
 @pytest.mark.parametrize(("batch", "length"), [(0, 0), (0, 3), (2, 0), (1, 1), (1, 2)])
-@pytest.mark.parametrize("spelling", ["sdpa", "torch.softmax", "einsum"])
+@pytest.mark.parametrize("spelling", ["sdpa", "torch.softmax"])
 def test_empty_and_tiny_batches(spelling: str, batch: int, length: int) -> None:
     """A rank whose shard ran out of data still runs the model."""
 

@@ -28,7 +28,7 @@ def qkv(heads: int, *, size: float = 1.0) -> list[Tensor]:
 # ------------------------------------------------------------------ scale
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3536, 0.177, 0.118, 0.0156, 0.0668, 12.0, -0.5])
+@pytest.mark.parametrize("scale", [1.0, 0.177, 0.0156, 12.0, -0.5])
 @pytest.mark.parametrize("how", ["sdpa", "after", "before", "both", "divided"])
 def test_the_scale_is_the_one_that_was_used(scale: float, how: str) -> None:
     """Not 1/sqrt(d): T5 has 1, Granite a multiplier, GPT-2 may divide by the layer's number."""
@@ -96,7 +96,7 @@ def alibi(heads: int, steepest: float, t: int = T) -> Tensor:
     return slopes.view(heads, 1, 1) * -(torch.arange(t)[:, None] - torch.arange(t)).abs()
 
 
-@pytest.mark.parametrize("steepest", [0.0625, 0.5, 8.0, 64.0, 500.0, 900.0])
+@pytest.mark.parametrize("steepest", [0.0625, 8.0, 500.0, 900.0])
 @pytest.mark.parametrize("how", ["mask of SDPA", "added", "baddbmm", "added to a fill"])
 def test_a_bias_of_any_slope_is_a_bias(steepest: float, how: str) -> None:
     """-500 is neither a mask nor an overflow (facebookresearch/xformers#684)."""
