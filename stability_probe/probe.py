@@ -19,6 +19,7 @@ from stability_probe.errors import ProbeClosedError
 from stability_probe.header import run_header
 from stability_probe.lookout import Lookout
 from stability_probe.meter import Meter
+from stability_probe.modes import unobserved
 from stability_probe.monitor import Monitor
 from stability_probe.plan import Plan
 from stability_probe.records import (
@@ -123,7 +124,8 @@ class Probe:
             now = self._step + 1 if step is None else int(step)
             given = {"loss": loss, "grad_norm": grad_norm, "eval_loss": eval_loss}
             numbers = {name: x for name, x in given.items() if self._is_number(x, name)}
-            self._end_step(now, numbers, skipped)
+            with unobserved():
+                self._end_step(now, numbers, skipped)
         except Exception as error:
             self._fault("ending the step", error)
 

@@ -12,7 +12,7 @@ from stability_probe.capture.functions import Seen
 from stability_probe.capture.jagged import packed, values_of
 from stability_probe.capture.layout import canonical
 from stability_probe.capture.scope import Admission, Frame
-from stability_probe.capture.sites import head_count, soft_cap
+from stability_probe.capture.sites import head_count, identity, soft_cap
 from stability_probe.capture.verify import Verification, verify
 from stability_probe.records import AttentionCall, SiteReport
 
@@ -28,6 +28,7 @@ class Site:
     name: str
     index: int  # in the order of the first forward
     module: Callable[[], nn.Module | None] = _nothing  # a weak reference
+    identity: int = 0  # its, see `sites.identity`
     kind: str = ""  # its class
     heads: int | None = None  # what the module declares
     seen_heads: int = 0
@@ -47,7 +48,8 @@ class Site:
 
     def adopt(self, module: nn.Module) -> None:
         """Stands for this module from now on: a first one, or one that has replaced it."""
-        self.module, self.kind = weakref.ref(module), type(module).__name__
+        self.module, self.identity = weakref.ref(module), identity(module)
+        self.kind = type(module).__name__
         self.heads, self.declared_cap = head_count(module), soft_cap(module)
         self.attends, self.verification = "", None
         self.unverifiable = self.unreadable = self.disabled = ""
