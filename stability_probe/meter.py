@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from stability_probe.handover import Handover, HeadBlock, hand_over
 from stability_probe.records import AttentionCall, FirstBad, Level, Observation
 from stability_probe.sentinel import KINDS, NEVER, bad_steps, call_peaks, is_bad, value_peaks
 from stability_probe.stats.accumulate import accumulate
@@ -56,6 +57,15 @@ class _Slot:
     provisional: list[_Pool] = field(default_factory=list)
     first_bad: Tensor | None = None  # [5], steps, on the layer's device
     explained: bool = False  # rows without a visible key could make its output non-finite
+    block: HeadBlock = field(default_factory=lambda: HeadBlock("", 0))  # its heads
+
+    def note(self, call: AttentionCall) -> None:
+        """Takes over what a call says of the layer."""
+        self.explained |= bool(call.masks) or call.seam == "softmax"
+        heads = _heads(call)
+        self.block = HeadBlock(
+            self.name, heads, call.head_offset, call.all_heads or heads, 0, call.replica
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,11 +97,13 @@ class Measurement:
     level: Level
     parts: tuple[_Part, ...] = ()
     bad: tuple[tuple[tuple[_Slot, ...], HostCopy], ...] = ()
+    handovers: tuple[Handover, ...] = ()  # for other ranks, where they were asked for
 
     @property
     def ready(self) -> bool:
         """Whether reading would not wait for a device."""
-        return all(p.copy.ready for p in self.parts) and all(copy.ready for _, copy in self.bad)
+        copies = (*(p.copy for p in self.parts), *(copy for _, copy in self.bad))
+        return all(copy.ready for copy in copies) and all(h.ready for h in self.handovers)
 
     def observations(self) -> tuple[Observation, ...]:
         """The statistics of each layer, in layer order; empty at a step not measured."""
@@ -132,7 +144,7 @@ class Meter:
             pool.accumulators = accumulate(call, full=self.level is Level.FULL)
         with self._lock:
             slot = self._slot(call)
-            slot.explained |= bool(call.masks) or call.seam == "softmax"
+            slot.note(call)
             if call.provisional:
                 slot.provisional.append(pool)
             else:
@@ -169,6 +181,11 @@ class Meter:
         """Layer names and their index, in the order of the first forward."""
         return {slot.name: slot.index for slot in self._slots.values()}
 
+    @property
+    def blocks(self) -> tuple[HeadBlock, ...]:
+        """Which heads of each layer are seen here, in the order of the first forward."""
+        return tuple(slot.block for slot in self._slots.values())
+
     def nonfinite_flag(self) -> Tensor | None:
         """Device bool, 0-dim: whether a value in this step's forwards so far is not finite.
 
@@ -181,12 +198,13 @@ class Meter:
         return is_bad(torch.stack([p.to(peaks[0].device) for p in peaks])).any()
 
     @torch.no_grad()
-    def drain(self, step: int, *, read_sentinel: bool) -> Measurement:
+    def drain(self, step: int, *, read_sentinel: bool, for_ranks: bool = False) -> Measurement:
         """Ends the step: takes what was pooled, and drops what was never confirmed.
 
         Args:
             step: the step that the forwards since the last drain led to.
             read_sentinel: also bring the sentinel to the host, and start it anew.
+            for_ranks: also bring the accumulators, which other ranks' can be merged with.
         """
         with self._lock:
             slots = list(self._slots.values())
@@ -200,7 +218,8 @@ class Meter:
             self.latest = {}
         parts = [self._finished(g) for g in _by_device(measured, lambda m: m[1].maxima)]
         bad = _take_bad(slots) if read_sentinel or measured else ()
-        return Measurement(self.level, tuple(parts), bad)
+        handovers = _handovers(measured) if for_ranks else ()
+        return Measurement(self.level, tuple(parts), bad, handovers)
 
     def _finished(self, group: Sequence[tuple[_Slot, Accumulators, int]]) -> _Part:
         """All layers of a device finished at once, their heads side by side, in one copy."""
@@ -219,12 +238,28 @@ class Meter:
         )
 
 
+def _handovers(measured: Sequence[tuple[_Slot, Accumulators, int]]) -> tuple[Handover, ...]:
+    """The accumulators of the layers, device by device."""
+    return tuple(
+        hand_over(
+            [replace(slot.block, sequences=n) for slot, _, n in group], [a for _, a, _ in group]
+        )
+        for group in _by_device(measured, lambda m: m[1].maxima)
+    )
+
+
 def _sequences(call: AttentionCall) -> int:
     """How many sequences a call holds."""
     if call.sequences is not None:
         return call.sequences
     matrix = call.scores_BHQK if call.q_BHQD is None else call.q_BHQD
     return 0 if matrix is None else matrix.shape[0]
+
+
+def _heads(call: AttentionCall) -> int:
+    """How many heads a call holds."""
+    matrix = call.scores_BHQK if call.q_BHQD is None else call.q_BHQD
+    return 0 if matrix is None else matrix.shape[1]
 
 
 def _note_bad(group: Sequence[tuple[_Slot, _Pool]], step: int) -> None:

@@ -101,6 +101,9 @@ class AttentionCall:
     provisional: bool = False  # a no-grad forward, until its recomputation confirms it
     input_rms: Tensor | None = None  # 0-dim: root mean square of the module's input
     sequences: int | None = None  # where it is not B: packed sequences, a part of a call
+    head_offset: int | None = 0  # of the first head here among all ranks' heads; None: not known
+    all_heads: int | None = None  # of the layer over all ranks, where it is not H
+    replica: bool = False  # another rank makes the same call with the same data
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,6 +27,7 @@ from stability_probe.capture.functions import AttentionMode, Seen
 from stability_probe.capture.hooks import BeginHook, EnterHook, LeaveHook, is_live
 from stability_probe.capture.layout import UnsupportedCallError
 from stability_probe.capture.scope import Admission, Frame
+from stability_probe.capture.shards import localized
 from stability_probe.capture.site import Site, call_of
 from stability_probe.capture.sites import (
     attention_is_possible,
@@ -203,6 +204,7 @@ class Attachment:
         if site.disabled or not (seen.descends or site.plain_softmax):
             return None
         try:
+            seen = localized(seen)
             call = call_of(site, frame, seen, with_input=self._receiver.measuring)
         except UnsupportedCallError as unsupported:
             self._disable(site, f"this call cannot be read: {unsupported}")

@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from torch.overrides import TorchFunctionMode, redispatch_function
 from stability_probe.capture import provenance
 from stability_probe.capture.provenance import Ledger, Scores, Weights
 from stability_probe.capture.scope import Frame, Scope
+
+if TYPE_CHECKING:
+    from stability_probe.capture.shards import HeadShare
 
 SDPA = {
     F.scaled_dot_product_attention,
@@ -51,6 +54,7 @@ class Seen:
     sink: Tensor | None = None  # broadcasts to the scores with one key
     lse: Tensor | None = None  # one value a row, from the kernel itself
     sequences: int | None = None  # where the batch axis does not tell
+    share: HeadShare | None = None  # which heads these are, where the tensors say so
     output: Tensor | None = None
     weights: Tensor | None = None  # the softmax's output
     dropout: float = 0.0

@@ -52,7 +52,7 @@ def canonical(seen: Seen, heads: int | None) -> dict[str, Any]:
 
 
 def _from_sdpa(seen: Seen, heads: int | None) -> dict[str, Any]:
-    q, k, v, output = (_local(t) for t in (seen.q, seen.k, seen.v, seen.output))
+    q, k, v, output = seen.q, seen.k, seen.v, seen.output
     if q is None or k is None or v is None or output is None:
         raise UnsupportedCallError("q, k, v or the output is missing")
     lead = q.shape[:-2]
@@ -106,9 +106,3 @@ def _mask(mask: Tensor, scores_shape: tuple[int, ...], batch_heads: tuple[int, i
     if mask.dim() <= 2:
         return mask
     return mask.expand(scores_shape).reshape(*batch_heads, *scores_shape[-2:])
-
-
-def _local(tensor: Tensor | None) -> Tensor | None:
-    """The part of a distributed tensor that lies on this rank."""
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if to_local is not None else tensor

@@ -10,6 +10,7 @@ from torch import nn
 from stability_probe.capture.functions import Seen
 from stability_probe.capture.layout import canonical
 from stability_probe.capture.scope import Admission, Frame
+from stability_probe.capture.shards import HeadShare, local_part, share_of
 from stability_probe.capture.verify import Verification, verify
 from stability_probe.records import AttentionCall, SiteReport
 
@@ -33,6 +34,15 @@ class Site:
     unverifiable: str = ""  # why nothing could be compared
     disabled: str = ""  # why nothing is recorded any more
     plain_softmax: bool = False  # its softmax does not descend from q k^T, yet weighs values
+    share: HeadShare | None = None  # which heads are on this rank, as its first call said
+    share_asked: bool = False
+
+    def share_of(self, seen: Seen) -> HeadShare | None:
+        """Which of all heads a localized call shows; looked up once."""
+        if not self.share_asked:
+            self.share = share_of(self.module(), seen, seen.heads or self.heads)
+            self.share_asked = True
+        return self.share
 
     def note(self, call: AttentionCall, *, step: int) -> None:
         """Takes a call into account."""
@@ -77,8 +87,10 @@ def call_of(site: Site, frame: Frame, seen: Seen, *, with_input: bool) -> Attent
         UnsupportedCallError: it cannot be read.
     """
     rms = None
-    if with_input and frame.input is not None:
-        rms = frame.input.float().square().mean().sqrt()
+    given = local_part(frame.input) if with_input else None
+    if given is not None:
+        rms = given.float().square().mean().sqrt()
+    share = site.share_of(seen)
     return AttentionCall(
         layer=site.name,
         layer_index=site.index,
@@ -95,5 +107,8 @@ def call_of(site: Site, frame: Frame, seen: Seen, *, with_input: bool) -> Attent
         phase="eval_grad" if frame.admission is Admission.EVAL_GRAD else "train",
         provisional=frame.admission is Admission.PROVISIONAL,
         input_rms=rms,
+        head_offset=0 if share is None else share.offset,
+        all_heads=None if share is None else share.total,
+        replica=share is not None and share.replica,
         **canonical(seen, site.heads),
     )
