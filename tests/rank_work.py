@@ -17,7 +17,7 @@ from tiny_models import HEADS, WIDTH, Attention, Model, loss_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -242,23 +242,27 @@ def until_told(probe: sp.Probe) -> None:
 class Sharded(nn.Module):
     """Causal self-attention with projections of their own, which tensor parallelism can cut."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fused: bool = True) -> None:
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.fused = fused
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
         q, k, v = (
             p(x).view(b, t, -1, WIDTH // HEADS).transpose(1, 2) for p in (self.q, self.k, self.v)
         )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:  # distributed tensors have no fused attention on a CPU
+            y = torch.softmax(q @ k.mT * (WIDTH // HEADS) ** -0.5, dim=-1) @ v
         return self.out(y.transpose(1, 2).reshape(b, t, -1))
 
 
-def sharded_model() -> Model:
+def sharded_model(*, fused: bool = True) -> Model:
     """Two layers of `Sharded`, their scores not too small."""
     torch.manual_seed(0)
-    model = Model(Sharded(), Sharded())
+    model = Model(Sharded(fused=fused), Sharded(fused=fused))
     with torch.no_grad():
         for block in model.blocks:
             block.attention.q.weight.mul_(4)
@@ -364,8 +368,10 @@ class RowSharded(nn.Module):
         b, t, _ = x.shape
         q = self.q(x).view(b, t, HEADS, -1).transpose(1, 2)
         mesh = init_device_mesh("cpu", (2,))
-        q, k = (distribute_tensor(q, mesh, [how]) for how in (Shard(2), Replicate()))
-        y = F.scaled_dot_product_attention(q, k, k).full_tensor()
+        part = q.chunk(2, dim=2)[dist.get_rank()].contiguous()
+        k = DTensor.from_local(q, mesh, [Replicate()])
+        q = DTensor.from_local(part, mesh, [Shard(2)])
+        y = (torch.softmax(q @ k.mT, dim=-1) @ k).full_tensor()  # fused is slow to dispatch
         return y.transpose(1, 2).reshape(b, t, -1)
 
 
@@ -446,7 +452,8 @@ def two_dimensional(rank: int, *, local: bool) -> dict[str, Any]:
     """FSDP2 over two halves, each of which shares the heads; the weights stay as they are."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "heads"))
     model = fully_shard(
-        tensor_parallel(sharded_model(), mesh["heads"], local=local), mesh=mesh["data"]
+        tensor_parallel(sharded_model(fused=local), mesh["heads"], local=local),
+        mesh=mesh["data"],
     )
     keeper = Keeper()
     probe = sp.watch(model, plan=sp.every(1, full_every=1), sinks=[keeper], strict=True)

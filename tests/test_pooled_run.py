@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from tiny_models import loss_of
 
 import stability_probe as sp
+from stability_probe.ranks.schedule import LAG
 
 
 def alone(world: int, steps: int) -> list[dict[str, Any]]:
@@ -120,8 +122,10 @@ def test_ranks_that_are_unlike(tmp_path: Path) -> None:
         assert ("nonfinite", "blocks.1.attention") in one["bad alerts"]
         steps = [step for step, _ in one["marked"]]
         assert all(ranks == {2} for _, ranks in one["marked"])
-        dense = [a for a, b in zip(steps, steps[1:], strict=False) if b - a == 1]
-        assert len(dense) in (2, 3)
+        gaps = [b - a for a, b in itertools.pairwise(steps)]
+        assert gaps[: LAG - 2] == [2] * (LAG - 2)  # not before every rank can know of the mark
+        assert gaps[LAG + 1 : LAG + 3] == [1, 1]
+        assert gaps[-3:] == [2, 2, 2]
         ((rule, layer, message),) = one["rows cut"]
         assert (rule, layer) == ("probe_fault", "blocks.0.attention")
         assert "sharded over ranks along axis 2" in message
@@ -142,15 +146,15 @@ def test_four_ranks_pool_also_over_heads(tmp_path: Path) -> None:
     assert {(o.sequences, o.ranks) for o in last.observations} == {(8, 4)}
     assert not run.warnings
     for how in ("local", "distributed"):
-        check_heads([rank[how] for rank in told])
+        check_heads([rank[how] for rank in told], fused=how == "local")
         check_alike([rank[how] for rank in told])
 
 
-def check_heads(found: list[dict[str, Any]]) -> None:
+def check_heads(found: list[dict[str, Any]], *, fused: bool) -> None:
     """Two ranks' heads of two ranks' batches are those of the whole model on the whole batch."""
     one, keeper = found[0], rank_work.Keeper()
     assert not one["alerts"]
-    model = rank_work.sharded_model()
+    model = rank_work.sharded_model(fused=fused)
     with sp.watch(model, sinks=[keeper], plan=sp.every(1, full_every=1), strict=True) as probe:
         for number in range(one["records"][-1]["step"]):
             loss_of(model, torch.cat(rank_work.batches(number, 2)))

@@ -6,6 +6,7 @@ and they agree on the first step to be pooled. Until then a rank records for its
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import threading
 import time
@@ -19,7 +20,8 @@ from stability_probe.ranks.layout import Hello, Layout, unite
 
 POLL_SECONDS = 0.1
 MARGIN = 2  # steps between agreeing and the first pooled step
-_NUMBER = itertools.count()  # of the probes of this process that have met others, or tried to
+_NUMBERS = itertools.count()  # of the meetings of this process
+_FREE: list[int] = []  # numbers of those that nobody came to: the next meetings take them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,9 +56,10 @@ class Meeting:
         self.met: Met | None = None
         self.error: Exception | None = None
         self.began = time.monotonic()
-        self._hello, self._stop = hello, threading.Event()
+        self._hello, self._stop, self._left = hello, threading.Event(), False
         store = dist.distributed_c10d._get_default_store()
-        prefix = f"stability_probe/{next(_NUMBER)}"
+        self._number = _FREE.pop(0) if _FREE else next(_NUMBERS)
+        prefix = f"stability_probe/{self._number}"
         self._thread = threading.Thread(
             target=self._run, args=(store, prefix), name="stability_probe ranks", daemon=True
         )
@@ -66,6 +69,8 @@ class Meeting:
         """Stops waiting. A connection that was made and not taken is closed."""
         self._stop.set()
         self._thread.join(timeout=2.0)
+        if self._left:
+            bisect.insort(_FREE, self._number)
 
     def _run(self, store: Any, prefix: str) -> None:
         try:
@@ -74,6 +79,7 @@ class Meeting:
             while self.here < self.world:
                 if self._stop.wait(POLL_SECONDS):
                     own.add("here", -1)
+                    self._left = True
                     return
                 self.here = own.add("here", 0)
             self.met = self._meet(Channel(own, self._rank, self.world))
