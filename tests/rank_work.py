@@ -419,6 +419,8 @@ def unlike(rank: int, world: int, folder: str) -> dict[str, Any]:
     model = small_model()
     with sp.watch(model, plan=sp.Plan(dense=3, every=2), sinks=[keeper := Keeper()]) as probe:
         until_pooling(probe, lambda: train(model, probe, rank, 1))
+        while probe._step < 6:  # past the dense steps of the run's start
+            together(probe, 1, lambda n: train(model, probe, rank, 1))
         if rank == 0:
             probe.mark("only rank 0 says so")
         told["mark"] = probe._step

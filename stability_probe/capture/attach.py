@@ -27,7 +27,7 @@ from stability_probe.capture.functions import AttentionMode, Seen
 from stability_probe.capture.hooks import BeginHook, EnterHook, LeaveHook, is_live
 from stability_probe.capture.layout import UnsupportedCallError
 from stability_probe.capture.scope import Admission, Frame
-from stability_probe.capture.shards import localized
+from stability_probe.capture.shards import local_part, localized
 from stability_probe.capture.site import Site, call_of
 from stability_probe.capture.sites import (
     attention_is_possible,
@@ -223,7 +223,9 @@ class Attachment:
     ) -> None:
         """Attention weights met their values."""
         if isinstance(token, AttentionCall):
-            self._receiver.values(token, v, output)
+            here, there = local_part(v), local_part(output)
+            if here is not None and there is not None:
+                self._receiver.values(token, here, there)
         elif path and path[-1].looking:
             self._site_of(path[-1]).plain_softmax = True  # from its next forward on
 

@@ -64,7 +64,7 @@ class Channel:
 
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=CONNECT_SECONDS)
-        options._threads = 1
+        options._threads = 2  # the two reductions of a step run side by side
         # connections are made when first used: a ring needs two a rank and not one to each other
         name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         make: Any = ProcessGroupGloo

@@ -50,7 +50,7 @@ class Reduced:
                 yield Observation(
                     layer.name,
                     index,
-                    {name: of_H[here].copy() for name, of_H in values.items()},
+                    {name: of_H[here] for name, of_H in values.items()},
                     sequences=int(sequences_H[here].max()),
                     ranks=int(ranks_H[here].max()),
                 )
