@@ -348,9 +348,8 @@ class Probe:
 
     def _layers(self) -> tuple[LayerInfo, ...]:
         """Those of all ranks where they pool, else this rank's."""
-        if self._pool.layout is None:
-            return layers_here(self._attachment, self._meter)
-        return layers_of(self._pool.layout)
+        here, layout = layers_here(self._attachment, self._meter), self._pool.layout
+        return here if layout is None else layers_of(layout, here)
 
 
 def watch(

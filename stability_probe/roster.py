@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from stability_probe.capture import Attachment
 from stability_probe.meter import Meter
 from stability_probe.plan import Plan
@@ -21,12 +24,15 @@ def layers_here(attachment: Attachment, meter: Meter) -> tuple[LayerInfo, ...]:
     )
 
 
-def layers_of(layout: Layout) -> tuple[LayerInfo, ...]:
-    """The layers of all ranks."""
-    return tuple(
+def layers_of(layout: Layout, here: Sequence[LayerInfo]) -> tuple[LayerInfo, ...]:
+    """The layers of all ranks, and after them those of this one that are not pooled."""
+    everywhere = [
         LayerInfo(layer.name, index, layer.heads, layer.seam, layer.module)
         for index, layer in enumerate(layout.layers)
-    )
+    ]
+    pooled = {layer.name for layer in layout.layers}
+    own = [replace(i, index=len(pooled) + i.index) for i in here if i.name not in pooled]
+    return (*everywhere, *own)
 
 
 def hello(

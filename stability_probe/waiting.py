@@ -38,7 +38,8 @@ class WaitingStep:
     def record(self) -> StepRecord:
         """The whole record of the step: of all ranks, where they gave one, else of this one."""
         if self.ticket is not None and self.ticket.result is not None:
-            return self.ticket.result.record(self.scalars)
+            here = self.measurement.observations(), self.measurement.first_bad()
+            return self.ticket.result.record(self.scalars, *here)
         numbers = {name: float(copy.numpy()) for name, copy in self.numbers.items()}
         observations = self.measurement.observations()
         scalars = replace(

@@ -19,7 +19,7 @@ from stability_probe.ranks.layout import Hello, Layout, LayoutError, LocalLayer,
 from stability_probe.ranks.packing import Contribution, Merged, pack, unpack
 from stability_probe.ranks.reduced import Reduced
 from stability_probe.ranks.schedule import LAG, Schedule
-from stability_probe.records import AttentionCall, FirstBad, Level, StepScalars
+from stability_probe.records import AttentionCall, FirstBad, Level, Observation, StepScalars
 from stability_probe.stats.accumulate import accumulate
 from stability_probe.stats.accumulators import MAXIMA, MINIMA, PEAK, SUMS, merge
 from stability_probe.stats.finish import finish
@@ -280,3 +280,20 @@ def test_a_mark_takes_effect_when_every_rank_has_heard_of_it() -> None:
     assert due[: marked + 1] == list(range(20, 20 + 10 * (marked + 1), 10))
     at = due[marked]
     assert due[marked + 1 : marked + 5] == [at + 1, at + 2, at + 10, at + 20]
+
+
+def test_a_layer_that_is_not_pooled_stays_this_ranks_own() -> None:
+    layout = unite([hello(layer("a"))] * 2)
+    seen, strange = contribution(call(2, 2, 0), HeadBlock("a", 2, 0, 2, 2)), call(2, 2, 1)
+    late = contribution(strange, HeadBlock("late", 2, 0, 2, 2))
+    grown = contribution(call(2, 3, 2), HeadBlock("a", 3, 0, 3, 2))
+    merged = reduced(layout, [seen, late, grown])
+    np.testing.assert_array_equal(merged.sums, reduced(layout, [seen]).sums)
+    here = Observation("late", 1, {"entropy": np.ones(2, np.float32)}, 2)
+    bad = FirstBad("late", 1, "q", 4)
+    record = Reduced(layout, merged).record(own(), [here], [bad, FirstBad("a", 0, "q", 4)])
+    assert [(o.layer, o.layer_index, o.ranks) for o in record.observations] == [
+        ("a", 0, 1),
+        ("late", 2, 1),
+    ]
+    assert record.scalars.first_bad == (FirstBad("late", 2, "q", 4),)

@@ -8,7 +8,9 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
+from stability_probe.handover import HeadBlock
 from stability_probe.plan import Plan
 from stability_probe.sentinel import KINDS
 from stability_probe.stats.accumulators import MAXIMA, MINIMA, PEAK, SUMS
@@ -87,7 +89,7 @@ class Layer:
     module: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """The columns of a pooled record.
 
@@ -100,6 +102,18 @@ class Layout:
     layers: tuple[Layer, ...]
     left_out: tuple[tuple[str, str], ...] = ()
     phase_start: int = 1
+
+    @cached_property
+    def by_name(self) -> dict[str, Layer]:
+        """The layers by name."""
+        return {layer.name: layer for layer in self.layers}
+
+    def place(self, block: HeadBlock) -> int | None:
+        """The first column of a rank's heads of a layer; None where they have no place here."""
+        layer = self.by_name.get(block.layer)
+        if layer is None or block.offset is None or block.all_heads != layer.heads:
+            return None
+        return layer.start + block.offset
 
     @property
     def columns(self) -> int:

@@ -85,15 +85,15 @@ def pack(layout: Layout, given: Contribution) -> tuple[Ints, Floats]:
     extrema = np.full((_M + _N + _P, H), float("-inf"), np.float32)
     extrema[_M : _M + _N], extrema[_M + _N :] = float("inf"), float("nan")
     counts, sums = np.zeros((len(COUNTS), H)), np.zeros((len(SUMS), H))
-    starts = {layer.name: layer.start for layer in layout.layers}
     for blocks, part_extrema, part_sums in given.parts:
         column = 0
         for block in blocks:
             here = slice(column, column + block.heads)
             column += block.heads
-            if block.layer not in starts or block.offset is None or block.replica:
+            start = layout.place(block)
+            if start is None or block.replica:
                 continue
-            there = slice(first := starts[block.layer] + block.offset, first + block.heads)
+            there = slice(start, start + block.heads)
             extrema[:, there], sums[:, there] = part_extrema[:, here], part_sums[:, here]
             counts[:, there] = np.array([[1], [given.full], [block.sequences]])
     bad = np.full((L, len(KINDS)), NOTHING)

@@ -43,6 +43,7 @@ class RankPool:
         self._over = not enabled  # never (again)
         self._told_lonely = False
         self._alerts: list[Alert] = []
+        self._strangers: set[str] = set()  # layers that have no place in the layout, and are told
         self._ended: deque[int] = deque(maxlen=REMEMBERED)
         self.met: Met | None = None
         self._layout: Layout | None = None
@@ -93,6 +94,7 @@ class RankPool:
             return None
         if measurement.bad:
             self._bad.append(measurement)
+        self._note_strangers(step, self.met.layout, measurement)
         ticket = Ticket() if self._due else None
         if ticket is not None:
             self._send(step, phase_start, ticket, measurement, numbers)
@@ -116,7 +118,7 @@ class RankPool:
         self._meeting.step = step
         self._ended.append(step)
         if self._meeting.error is not None:
-            self._give_up(step, f"{self._meeting.error}")
+            self._give_up(step, _first_line(self._meeting.error))
         elif self._meeting.met is not None:
             self._begin(step, self._meeting.met)
         elif self._is_lonely():
@@ -162,6 +164,16 @@ class RankPool:
                 self._send(ended, met.layout.phase_start, Ticket(), None, {})
         self._advance()
 
+    def _note_strangers(self, step: int, layout: Layout, measurement: Measurement) -> None:
+        """Tells of layers that came, or changed their heads, after the ranks had met."""
+        left_out = {name for name, _ in layout.left_out}
+        for block in (b for part in measurement.handovers for b in part.blocks):
+            name = block.layer
+            if layout.place(block) is None and name not in left_out | self._strangers:
+                self._strangers.add(name)
+                why = "it was not there, or had other heads, when the ranks met"
+                self._tell(step, f"{name} is not pooled over ranks: {why}.", layer=name)
+
     def _send(
         self,
         step: int,
@@ -183,8 +195,12 @@ class RankPool:
             queued = self._queue[0]
             if not (force or queued.ready or len(self._queue) > 1):
                 break
+            try:
+                pending = met.channel.reduce(*pack(met.layout, queued.contribution()))
+            except Exception as error:
+                self._give_up(queued.step, f"sending failed ({_first_line(error)})")
+                return
             self._queue.popleft()
-            pending = met.channel.reduce(*pack(met.layout, queued.contribution()))
             self._sent.append((queued.step, queued.ticket, pending))
         while self.met is not None and self._sent and self._sent[0][2].done:
             self._take(self.met, *self._sent.popleft())
@@ -198,7 +214,7 @@ class RankPool:
             merged = unpack(met.layout, *pending.result())
         except Exception as error:  # gloo raises what its transport gives it
             ticket.give(None)
-            self._give_up(step, f"a rank is gone ({str(error).splitlines()[0]})")
+            self._give_up(step, f"a rank is gone ({_first_line(error)})")
             return
         first, last = merged.steps
         if first != last:
@@ -261,3 +277,7 @@ class RankPool:
                 origin=Origin.OPERATIONAL,
             )
         )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 
 from stability_probe.ranks.layout import Layout
 from stability_probe.ranks.packing import Merged
-from stability_probe.records import Level, Observation, StepRecord, StepScalars
+from stability_probe.records import FirstBad, Level, Observation, StepRecord, StepScalars
 from stability_probe.stats.accumulators import MAXIMA, MINIMA, Accumulators
 from stability_probe.stats.finish import finish
 
@@ -22,15 +22,34 @@ class Reduced:
     layout: Layout
     merged: Merged
 
-    def record(self, own: StepScalars) -> StepRecord:
-        """The record; of `own`, this rank's, is what all ranks have alike (step, phase, ...)."""
+    def record(
+        self,
+        own: StepScalars,
+        here: Sequence[Observation] = (),
+        bad_here: Sequence[FirstBad] = (),
+    ) -> StepRecord:
+        """The record of the step.
+
+        Args:
+            own: this rank's; taken over is what all ranks have alike (step, phase, ...).
+            here: this rank's observations. Those of layers that are not pooled follow the
+                others, as what one rank has seen.
+            bad_here: this rank's first non-finite values, for the same layers.
+        """
         ranks_H, full_H, _ = self.merged.counts
         full = bool(ranks_H.any() and (ranks_H == full_H).all())
-        observations = tuple(self._observations(full=full))
+        pooled, shift = self.layout.by_name, len(self.layout.layers)
+        own_seen = [
+            replace(o, layer_index=shift + o.layer_index) for o in here if o.layer not in pooled
+        ]
+        own_bad = [
+            replace(b, layer_index=shift + b.layer_index) for b in bad_here if b.layer not in pooled
+        ]
+        observations = (*self._observations(full=full), *own_seen)
         numbers = self.merged.numbers
         scalars = replace(
             own,
-            first_bad=self.merged.first_bad,
+            first_bad=(*self.merged.first_bad, *own_bad),
             loss=numbers.get("loss"),
             grad_norm=numbers.get("grad_norm"),
             eval_loss=numbers.get("eval_loss"),
