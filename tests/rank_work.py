@@ -197,7 +197,7 @@ def lost(rank: int, world: int, folder: str) -> dict[str, Any]:
 
     if rank == 0:  # rank 0 alone watches
         with sp.watch(small_model(), strict=True) as probe:
-            train(probe_model(probe), probe, rank, 3)
+            train(probe_model(probe), probe, rank, 25)
         told["watches alone"] = blind(probe)
     dist.barrier()
     return told
@@ -293,20 +293,25 @@ WRAPPERS: dict[str, Callable[[Model], nn.Module]] = {
     "FSDP2": fully_shard,
     "tensor parallel": lambda m: tensor_parallel(m, init_device_mesh("cpu", (2,))),
 }
-WATCHED = [*((name, False) for name in WRAPPERS), ("plain", True), ("FSDP2", True)]
+WATCHED = [
+    *((name, "after") for name in WRAPPERS),  # watched after it was wrapped
+    ("plain", "before"),
+    ("FSDP2", "before"),
+    ("plain", "rank 0"),  # which alone watches
+]
 
 
 def faithful(rank: int, world: int, folder: str) -> dict[str, Any]:
     """The same training without and with a probe, under every wrapper."""
 
-    def one(wrapper: str, watch: bool, before: bool) -> dict[str, Any]:
+    def one(wrapper: str, watch: str) -> dict[str, Any]:
         model = sharded_model() if wrapper == "tensor parallel" else dropping_model()
         keeper, probe = Keeper(), None
         options: dict[str, Any] = {"plan": sp.every(1), "sinks": [keeper], "strict": True}
-        if watch and before:
+        if watch == "before":
             probe = sp.watch(model, **options)
         wrapped = WRAPPERS[wrapper](model)
-        if watch and not before:
+        if watch == "after" or (watch == "rank 0" and rank == 0):
             probe = sp.watch(wrapped, **options)
         torch.manual_seed(rank)
         groups = of_users_groups()
@@ -327,8 +332,7 @@ def faithful(rank: int, world: int, folder: str) -> dict[str, Any]:
         }
 
     return {
-        (wrapper, before): [one(wrapper, watch, before) for watch in (False, True)]
-        for wrapper, before in WATCHED
+        (wrapper, how): [one(wrapper, watch) for watch in ("", how)] for wrapper, how in WATCHED
     }
 
 

@@ -135,7 +135,7 @@ class RankPool:
         if self._sent:
             self._give_up(step, f"a rank did not end its last steps within {CLOSE_SECONDS:.0f} s")
         if self._meeting is not None:
-            if self._meeting.met is None and not (self._over or self._told_lonely):
+            if self._is_lonely(at_end=True):
                 self._tell_lonely(step)
             self._meeting.close()
             unused = None if self._over or self.met is not None else self._meeting.met
@@ -239,12 +239,13 @@ class RankPool:
         self._tell(step, f"Records are not pooled over ranks any more: {why}. They are now this "
                    "rank's own.")  # fmt: skip
 
-    def _is_lonely(self) -> bool:
+    def _is_lonely(self, *, at_end: bool = False) -> bool:
         meeting = self._meeting
-        if meeting is None or self._told_lonely or meeting.here >= meeting.world:
+        if meeting is None or self._told_lonely or self._over or meeting.here >= meeting.world:
             return False
         waited = time.monotonic() - meeting.began
-        return waited > 60 or (len(self._ended) >= LONELY_STEPS and waited > LONELY_SECONDS)
+        many = len(self._ended) >= LONELY_STEPS
+        return waited > 60 or (many and (waited > LONELY_SECONDS or at_end))
 
     def _tell_lonely(self, step: int) -> None:
         meeting = self._meeting
