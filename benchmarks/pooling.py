@@ -123,6 +123,14 @@ def fit(world: int, bytes_of: list[float], best_ms: list[float]) -> dict[str, fl
     return {"microseconds_a_hop": 1e3 * per_hop, "nanoseconds_a_byte": 1e6 * per_byte}
 
 
+def modelled(size: float, hop_us: float, byte_ns: float) -> dict[int, float]:
+    """Milliseconds of a pooled step of so many bytes, by number of ranks, in a ring."""
+    return {
+        n: 2 * (n - 1) * hop_us / 1e3 + 2 * (n - 1) / n * size * byte_ns / 1e6
+        for n in (8, 64, 512, 4096)
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="2,4")
@@ -138,14 +146,20 @@ def main() -> None:
     for world in map(int, arguments.ranks.split(",")):
         seen = many_ranks(world, sizes, arguments.rounds)
         found[str(world)] = seen | fit(world, bytes_of, seen["best_ms"])
+    size = found["one"]["bytes"]
+    for hop_us in (20.0, 50.0, 1000.0):
+        found[f"model, {hop_us:.0f} us a hop"] = {
+            f"{n} ranks": ms for n, ms in modelled(size, hop_us, 0.8).items()
+        }
     if arguments.json:
         print(json.dumps(found))
         return
     print(f"{arguments.layers} layers of {arguments.heads} heads; small message: one head")
     for name, value in found.pop("one").items():
         print(f"  {name:18} {value:12,.2f}" if "ms" in name else f"  {name:18} {value:12,.0f}")
-    for world, seen in found.items():
-        print(f"{world} ranks: " + ", ".join(f"{k} {_text(v)}" for k, v in seen.items()))
+    for what, seen in found.items():
+        name = f"{what} ranks" if what.isdecimal() else f"{what}, 10 Gbit/s, ms"
+        print(f"{name}: " + ", ".join(f"{k} {_text(v)}" for k, v in seen.items()))
 
 
 def _text(value: float | list[float]) -> str:
