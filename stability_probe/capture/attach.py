@@ -31,6 +31,7 @@ from stability_probe.capture.graph import read_graph
 from stability_probe.capture.hooks import BeginHook, EndHook, EnterHook, LeaveHook, is_live
 from stability_probe.capture.layout import UnsupportedCallError
 from stability_probe.capture.scope import Admission, Frame
+from stability_probe.capture.shards import local_part, localized
 from stability_probe.capture.site import Site, call_of
 from stability_probe.capture.sites import (
     ROOT,
@@ -78,6 +79,7 @@ class Attachment:
         self._gradients = Gradients(receiver, self.fault)
         self._handles: list[RemovableHandle] = []
         self._names: dict[int, str] = {}
+        self._places: dict[str, int] = {}  # of the modules in the model, by name
         self._strangers: set[int] = set()  # modules outside the model, by identity
         self._ran: set[str] = set()  # modules whose forward began in training
         self._candidates: frozenset[str] = frozenset()
@@ -127,6 +129,7 @@ class Attachment:
         """The names of all modules, by their identity; one under two names has the first."""
         named = named_modules(self._model)
         self._names = {identity(module): name for name, module in reversed(named.items())}
+        self._places = {name: place for place, name in enumerate(named)}
 
     @property
     def discovering(self) -> bool:
@@ -270,11 +273,11 @@ class Attachment:
                 return None  # may be a router; `values` decides
             site = self._new_site(frame)
         if site.identity != identity(frame.module):
-            site.adopt(frame.module)
+            site.adopt(self._original(frame))
         if site.disabled or not (seen.descends or site.plain_softmax):
             return None
         try:
-            call = self._placed(site, frame, seen)
+            call = self._placed(site, frame, localized(seen))
         except UnsupportedCallError as unsupported:
             site.unreadable = site.unreadable or str(unsupported)
             return None  # the next call of the site may be another kind of call
@@ -303,7 +306,9 @@ class Attachment:
     ) -> None:
         """Attention weights met their values."""
         if isinstance(token, AttentionCall):
-            self._receiver.values(token, v.detach(), output.detach())
+            here, there = local_part(v), local_part(output)
+            if here is not None and there is not None:
+                self._receiver.values(token, here.detach(), there.detach())
             graph = {"grad_v": v, "grad_output": output}
             self._gradients.watch(token.layer, token.call_index, graph)
         elif path and path[-1].looking:
@@ -327,9 +332,15 @@ class Attachment:
 
     def _new_site(self, frame: Frame) -> Site:
         with self._lock:
-            site = Site(frame.name, len(self.sites))
-            site.adopt(frame.module)
+            site = Site(frame.name, self._places.get(frame.name, len(self._places)))
+            site.adopt(self._original(frame))
             return self.sites.setdefault(frame.name, site)
+
+    def _original(self, frame: Frame) -> nn.Module:
+        """The model's own module, where a replica of it ran, which dies with its forward."""
+        if not getattr(frame.module, "_is_replica", False):
+            return frame.module
+        return named_modules(self._model).get(frame.name, frame.module)
 
     def _disable(self, site: Site, why: str) -> None:
         site.disabled = why

@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,9 @@ from stability_probe.capture.provenance import (
 )
 from stability_probe.capture.scope import Frame, Scope
 from stability_probe.modes import unobserved
+
+if TYPE_CHECKING:
+    from stability_probe.capture.shards import HeadShare
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -56,6 +59,7 @@ class Seen:
     row_max: Tensor | None = None  # the kernel's own largest score of each row, or of each head
     unreadable: str = ""  # why the call cannot be read, where that is so
     sequences: int | None = None  # where the batch axis does not tell
+    share: HeadShare | None = None  # which heads these are, where the tensors say so
     output: Tensor | None = None
     weights: Tensor | None = None  # the softmax's output
     dropout: float = 0.0

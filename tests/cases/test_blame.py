@@ -100,7 +100,7 @@ def test_what_overflowed_below_attention_is_not_laid_to_attention(spelling: str)
         probe.step()
     (alert,) = [a for a in probe.alerts if a.rule == "nonfinite"]
     assert alert.layer == "model.blocks.1.attention"
-    assert "from below" in alert.cause
+    assert "from outside attention, between model.blocks.0" in alert.cause
     assert alert.severity is Severity.CRITICAL
 
 
