@@ -179,7 +179,6 @@ def test_a_jagged_nested_tensor_is_seen_and_not_hurt() -> None:
     assert calls(probe) == {"blocks.0.attention.inner": 4, "blocks.1.attention": 4}
 
 
-
 def test_a_tensor_subclass_passes_through_unchanged() -> None:
     class Tagged(Tensor):
         pass
