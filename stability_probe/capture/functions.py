@@ -304,12 +304,13 @@ class AttentionMode(TorchFunctionMode):
         tensors = [*tensors, *kwargs.values()]
         weights = next((r for a in tensors if isinstance(r := ledger.get(a), Weights)), None)
         if weights is not None:
-            v = next(
+            others = (
                 a for a in reversed(tensors)
                 if isinstance(a, Tensor) and not isinstance(ledger.get(a), Weights)
             )  # fmt: skip
-            path = _common(weights.path, self.scope.path)
-            self._listener.values(weights.call, path, v, out)
+            if (v := next(others, None)) is not None:  # else weights met weights
+                path = _common(weights.path, self.scope.path)
+                self._listener.values(weights.call, path, v, out)
             return
         record = provenance.scores_of_product(func, args, kwargs, out, self.scope.path)
         if record is not None:
