@@ -61,13 +61,16 @@ class Probe:
         optimizer: torch.optim.Optimizer | None = None,
         strict: bool = False,
         allow_eval: bool = False,
+        compiled: bool = True,
     ) -> None:
         self.logdir = None if logdir is None else Path(logdir)
         self._plan, self._created = plan or Plan(), time.time()
         self._monitor = Monitor(rules)
         self._on_alert, self._optimizer, self._strict = on_alert, optimizer, strict
         self._meter = Meter()
-        self._attachment = attach(model, self._meter, strict=strict, allow_eval=allow_eval)
+        self._attachment = attach(
+            model, self._meter, strict=strict, allow_eval=allow_eval, compiled=compiled
+        )
         try:
             self._sinks = GuardedSinks([*self._own_sinks(), *sinks], strict=strict)
         except BaseException:
@@ -354,6 +357,7 @@ def watch(
     optimizer: torch.optim.Optimizer | None = None,
     strict: bool = False,
     allow_eval: bool = False,
+    compiled: bool = True,
 ) -> Probe:
     """Starts to watch the attention layers of a model that trains.
 
@@ -371,6 +375,8 @@ def watch(
         optimizer: its learning rate is recorded with each step.
         strict: faults of the probe raise instead of becoming alerts; for tests.
         allow_eval: accept attention that is all in eval mode (LoRA and DPO loops train so).
+        compiled: also watch what torch.compile makes of the model after this call; False leaves
+            compiled graphs as they are, and unwatched.
 
     Raises:
         NoAttentionError, EvalModeError, AlreadyWatchedError: the model cannot be watched.
@@ -386,4 +392,5 @@ def watch(
         optimizer=optimizer,
         strict=strict,
         allow_eval=allow_eval,
+        compiled=compiled,
     )

@@ -12,7 +12,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ from stability_probe.capture.sites import (
 from stability_probe.errors import AlreadyWatchedError, EvalModeError, NoAttentionError
 from stability_probe.records import AttentionCall, SiteReport
 
+if TYPE_CHECKING:
+    from stability_probe.capture.observer import CompiledSeam
+
 
 class Receiver(Protocol):
     """What takes the calls in: the meter."""
@@ -58,7 +61,9 @@ class Receiver(Protocol):
 class Attachment:
     """The live connection to one model. `close` removes every trace of it."""
 
-    def __init__(self, model: nn.Module, receiver: Receiver, *, strict: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, receiver: Receiver, *, strict: bool = False, compiled: bool = True
+    ) -> None:
         self.sites: dict[str, Site] = {}
         self.faults: list[tuple[str, str]] = []  # (layer, what happened), for the probe to drain
         self.step = 1
@@ -72,6 +77,11 @@ class Attachment:
         self._names: dict[int, str] = {}
         self._lock = threading.Lock()
         self._discovering = False
+        self._compiled: CompiledSeam | None = None
+        if compiled:
+            from stability_probe.capture import compiled as seam  # imports the compiler: slow
+
+            self._compiled = seam.open_seam(self, model)
         self.discover()
 
     # Hooks
@@ -120,6 +130,11 @@ class Attachment:
         self._unhook()
         self._mode.scope.heal()
         self._mode.clear()
+        if self._compiled is not None:
+            from stability_probe.capture import compiled as seam
+
+            seam.close_seam(self._compiled)
+            self._compiled = None
 
     def heal(self) -> None:
         """Drops what an interrupted forward left behind; call it between steps."""
@@ -187,6 +202,27 @@ class Attachment:
         self._mode.scope.leave(module)
         if not self._mode.scope.frames:
             self._mode.clear()
+
+    # What compiled graphs tell
+
+    @property
+    def frame(self) -> Frame | None:
+        """The innermost eager forward that is followed on this thread."""
+        return self._mode.scope.current
+
+    def compiled_call(self, seen: Seen, call_index: int) -> None:
+        """A compiled graph made a call; `seen.path` holds the frame of its module."""
+        (frame,) = seen.path
+        if frame.admission is Admission.RECOMPUTE:
+            if call_index == 0:
+                self._receiver.confirm(frame.name)
+        elif not frame.looking:
+            self.refused_in_eval += 1
+        else:
+            self.forwards += 1
+            if (site := self.sites.get(frame.name)) is not None:
+                site.calls_in_forward = call_index
+            self.attention(seen)
 
     # Listener: what the mode tells
 
@@ -285,7 +321,12 @@ def _watched_at(model: nn.Module) -> str | None:
 
 
 def attach(
-    model: nn.Module, receiver: Receiver, *, strict: bool = False, allow_eval: bool = False
+    model: nn.Module,
+    receiver: Receiver,
+    *,
+    strict: bool = False,
+    allow_eval: bool = False,
+    compiled: bool = True,
 ) -> Attachment:
     """Starts to report a model's attention calls to `receiver`.
 
@@ -295,6 +336,7 @@ def attach(
         strict: a fault while reading raises instead of disabling the site; for tests.
         allow_eval: accept a model whose attention is all in eval mode, as LoRA and DPO loops
             use it; calls are recorded there while gradients flow.
+        compiled: also see attention in what torch.compile makes of the model from now on.
 
     Raises:
         AlreadyWatchedError: the model or a part of it is watched already.
@@ -325,4 +367,4 @@ def attach(
             "recorded. Call model.train() before watch(), or pass allow_eval=True if you train "
             "in eval mode."
         )
-    return Attachment(model, receiver, strict=strict)
+    return Attachment(model, receiver, strict=strict, compiled=compiled)

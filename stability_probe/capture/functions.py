@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ SDPA = {
     torch.ops.aten.scaled_dot_product_attention.default,
 }
 _SOFTMAX, _PRODUCT, _FOLLOW = provenance.SOFTMAX, provenance.PRODUCT, provenance.FOLLOWED
-_WATCHED = SDPA | _SOFTMAX | _PRODUCT | _FOLLOW | provenance.DROPOUT
+WATCHED = SDPA | _SOFTMAX | _PRODUCT | _FOLLOW | provenance.DROPOUT
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -88,6 +89,20 @@ class AttentionMode(TorchFunctionMode):
         """Forgets the tensors of the forward that ended; call it when no frame is left."""
         self._local.ledger.clear()
 
+    @property
+    def ledger(self) -> Ledger:
+        """What this thread's tensors are known to be."""
+        return self._local.ledger
+
+    @contextmanager
+    def within_heads(self, heads: int | None) -> Iterator[None]:
+        """Inside nn.MultiheadAttention's function, which knows the number of heads."""
+        before, self._local.heads = self._local.heads, heads
+        try:
+            yield
+        finally:
+            self._local.heads = before
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -99,9 +114,9 @@ class AttentionMode(TorchFunctionMode):
         if func is F.multi_head_attention_forward and not torch.compiler.is_compiling():
             return self._through_multi_head(func, types, args, kwargs)
         out = func(*args, **kwargs)
-        if func in _WATCHED and isinstance(out, Tensor) and not torch.compiler.is_compiling():
+        if func in WATCHED and isinstance(out, Tensor) and not torch.compiler.is_compiling():
             try:
-                self._read(func, args, kwargs, out)
+                self.read(func, args, kwargs, out)
             except Exception as error:
                 self._listener.fault(self.scope.current, error)
         return out
@@ -111,16 +126,13 @@ class AttentionMode(TorchFunctionMode):
     ) -> Any:
         """Runs nn.MultiheadAttention's function with the calls inside it visible."""
         heads = args[4] if len(args) > 4 else kwargs.get("num_heads")
-        before, self._local.heads = self._local.heads, heads
-        try:
-            with self:
-                return redispatch_function(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        finally:
-            self._local.heads = before
+        with self.within_heads(heads), self:
+            return redispatch_function(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
-    def _read(
+    def read(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor
     ) -> None:
+        """Reads a call that was made: of a watched function, with its result."""
         frame = self.scope.current
         if frame is None or not frame.looking:
             return

@@ -1,0 +1,262 @@
+"""What reads attention while a compiler traces a graph: the eager seam, run on traced tensors.
+
+`rewrite` makes every node that may be a part of attention call `observed` instead. When the
+compiler then traces the graph, `observed` runs the node's own function unchanged and lets the
+eager seam (`functions`, `provenance`) read it. Where that finds a call, one operator is traced
+into the graph (`observer`), which hands the call's tensors over at every run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import operator
+import re
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, redispatch_function
+from torch.utils.weak import WeakIdKeyDictionary
+
+from stability_probe.capture.functions import WATCHED, AttentionMode, Seen
+from stability_probe.capture.observer import OPERATOR, Sighting, written
+from stability_probe.capture.provenance import DROPOUT, PRODUCT, VIEWS, Weights
+from stability_probe.capture.scope import Admission, Frame
+
+MULTI_HEAD = F.multi_head_attention_forward
+_AS_TORCH: dict[Any, Any] = {  # what Python's operators mean to the eager seam
+    operator.matmul: torch.matmul,
+    operator.mul: torch.mul,
+    operator.truediv: torch.div,
+    operator.add: torch.add,
+    operator.sub: torch.sub,
+    operator.imul: torch.Tensor.mul_,
+    operator.itruediv: torch.Tensor.div_,
+    operator.iadd: torch.Tensor.add_,
+    operator.isub: torch.Tensor.sub_,
+}
+FUNCTIONS: list[Callable[..., Any]] = []  # those of the nodes that were rewritten
+_NOTHING = nn.Module()  # frames of a graph have names only
+
+
+def meaning(function: Any) -> Any:
+    """The function by which the eager seam knows a node's function."""
+    return _AS_TORCH.get(function, function)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """A node that was rewritten."""
+
+    number: int  # unique in this process
+    function: int  # in FUNCTIONS
+    stack: tuple[tuple[str, str], ...]  # its modules, outermost first: key of a forward, path
+
+
+@functools.lru_cache(maxsize=65536)
+def _step(text: str) -> Step:
+    fields = json.loads(text)
+    return Step(**{**fields, "stack": tuple(map(tuple, fields["stack"]))})
+
+
+def observed(step: str, source: str, owner: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+    """Stands in a graph for a function: runs it, and lets the reader see it."""
+    this = _step(step)
+    if this.number in _LOCAL.reader.done:
+        _LOCAL.reader = Reader()  # the graph is traced once more
+    return _LOCAL.reader.run(this, source, owner, args, kwargs)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Pending:
+    """A softmax, until its weights meet their values."""
+
+    seen: Seen
+    dropout: float = 0.0
+
+
+class Reader:
+    """The eager seam on traced tensors; its listener, which traces the operator in."""
+
+    def __init__(self) -> None:
+        self._mode = AttentionMode(self)
+        self._frames: dict[str, Frame] = {}
+        self._calls: dict[str, int] = {}
+        self.done: set[int] = set()  # numbers of the steps so far
+        self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._owner: Tensor | None = None
+        self._root, self._parameter = "", ""
+        self._gradients = self._requires_grad = False
+        self._rows_stay = False  # weights @ v: the output's rows are those of q
+
+    def run(
+        self, step: Step, source: str, owner: Tensor | None, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Runs a node's function and reads it."""
+        self.done.add(step.number)
+        self._owner = owner
+        self._root, self._parameter = split_source(source)
+        self._mode.scope.frames = self._frames_of(step)
+        function = FUNCTIONS[step.function]
+        if function is MULTI_HEAD:
+            heads = args[4] if len(args) > 4 else kwargs.get("num_heads")
+            with self._mode.within_heads(heads), _Inside(self):
+                return redispatch_function(function, (), args, kwargs)  # type: ignore[no-untyped-call]
+        return self.read(function, args, kwargs)
+
+    def read(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a function and reads what it did; a failure to read is no failure to run."""
+        gradients = torch.is_grad_enabled()
+        out = function(*args, **kwargs)
+        if not isinstance(out, Tensor):
+            return out
+        self._gradients, self._requires_grad = gradients, out.requires_grad
+        try:
+            self._note(meaning(function), args, kwargs, out)
+        except Exception as error:
+            self.fault(self._mode.scope.current, error)
+        return out
+
+    def _note(self, function: Any, args: Any, kwargs: Mapping[str, Any], out: Tensor) -> None:
+        ledger = self._mode.ledger
+        if function in VIEWS or function is getattr:
+            self._views[out] = (function, args, kwargs)
+        if function in PRODUCT:
+            args = tuple(self._copied(a) if ledger.get(a) is None else a for a in args)
+            first = ledger.get(args[0]) if args else None
+            self._rows_stay = isinstance(first, Weights) and function is not torch.einsum
+        if function in DROPOUT and isinstance(weights := ledger.get(args[0]), Weights):
+            p, training = _dropout_arguments(*args[1:], **kwargs)
+            if isinstance(weights.call, _Pending) and training:
+                weights.call.dropout = p
+        if function is not getattr:
+            self._mode.read(function, args, kwargs, out)
+
+    def _copied(self, tensor: Any) -> Any:
+        """The tensor by views of its own, from the last tensor that is no view.
+
+        Compilers recognise attention by patterns in which inner nodes have one user each. The
+        operator must not be a second one, or the numbers of the compiled model would change.
+        """
+        if isinstance(tensor, list | tuple):
+            return type(tensor)(self._copied(t) for t in tensor)
+        if not isinstance(tensor, Tensor) or tensor not in self._views:
+            return tensor
+        function, (base, *rest), kwargs = self._views[tensor]
+        return function(self._copied(base), *rest, **kwargs)
+
+    def _frames_of(self, step: Step) -> list[Frame]:
+        stack = [("", self._root), *step.stack]
+        return [self._frame(key, path) for key, path in stack if self._inside(path)]
+
+    def _frame(self, key: str, path: str) -> Frame:
+        name = path.removeprefix(self._root).removeprefix(".")
+        fresh = Frame(name, _NOTHING, Admission.TRAIN, False)
+        return self._frames.setdefault(key, fresh)
+
+    def _inside(self, path: str) -> bool:
+        return path == self._root or path.startswith(f"{self._root}.") or not self._root
+
+    # Listener: what the eager seam tells
+
+    def attention(self, seen: Seen) -> object | None:
+        """A call: of SDPA at once, of a softmax when its weights meet their values."""
+        if seen.seam == "softmax":
+            return _Pending(seen)
+        self._emit(seen, {"q": seen.q, "k": seen.k, "v": seen.v, "output": seen.output})
+        return None
+
+    def values(self, token: object | None, path: Any, v: Tensor, output: Tensor) -> None:
+        """The weights of a softmax met their values."""
+        if not isinstance(token, _Pending):
+            return
+        seen = dataclasses.replace(token.seen, path=path, dropout=token.dropout)
+        if seen.q is None or seen.k is None:
+            self._emit(seen, {"scores": seen.scores, "weights": seen.weights})
+            return
+        tensors: dict[str, Tensor | None] = {"q": seen.q, "k": seen.k}
+        if self._rows_stay and seen.weights is not None:
+            lead = seen.weights.shape[:-2]
+            tensors |= {"q": _laid_out(seen.q, lead), "k": _laid_out(seen.k, lead)}
+            if v.shape[:-2] == lead and output.shape[:-2] == lead:
+                tensors |= {"v": v, "output": output}
+        self._emit(seen, tensors)
+
+    def fault(self, frame: Frame | None, error: Exception) -> None:
+        """The call is not traced in; that its layer gives nothing is then an alert."""
+
+    def _emit(self, seen: Seen, tensors: dict[str, Tensor | None]) -> None:
+        """Traces the operator in."""
+        frame = seen.path[-1]
+        index = self._calls.get(key := f"{id(frame)}", 0)
+        self._calls[key] = index + 1
+        given = [("owner", self._owner), *tensors.items(), *(("mask", m) for m in seen.masks)]
+        if isinstance(seen.scale, Tensor):
+            given.append(("scale", seen.scale))
+        present = [(role, tensor) for role, tensor in given if tensor is not None]
+        sighting = Sighting(
+            module=frame.name,
+            parameter=self._parameter,
+            roles=tuple(role for role, _ in present),
+            call_index=index,
+            seam=seen.seam,
+            gradients=self._gradients,
+            requires_grad=self._requires_grad,
+            causal=seen.causal,
+            softcap=seen.softcap,
+            dropout=seen.dropout,
+            dtype=str(seen.dtype).removeprefix("torch."),
+            heads=seen.heads,
+            pre_scaled=seen.pre_scaled,
+        )
+        scale = 1.0 if isinstance(seen.scale, Tensor) else seen.scale
+        OPERATOR(written(sighting), [tensor for _, tensor in present], scale)
+
+
+class _Inside(TorchFunctionMode):
+    """Reads what nn.MultiheadAttention's function calls, which a graph holds as one node."""
+
+    def __init__(self, reader: Reader) -> None:
+        super().__init__()
+        self._reader = reader
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in WATCHED:
+            return self._reader.read(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.reader = Reader()
+
+
+_LOCAL = _Local()
+_NAMES = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+
+
+@functools.lru_cache(maxsize=65536)
+def split_source(source: str) -> tuple[str, str]:
+    """(the compiled module, a parameter's name in it) from the compiler's name of a parameter."""
+    first = _NAMES.search(source)
+    return (source[: first.start()], ".".join(_NAMES.findall(source))) if first else ("", "")
+
+
+def _laid_out(rows: Tensor, lead: torch.Size) -> Tensor:
+    """q or k with the leading dimensions of the scores."""
+    if rows.shape[:-2] == lead:
+        return rows
+    if rows.shape[:-2].numel() != lead.numel():
+        return rows.expand(*lead, *rows.shape[-2:])
+    return rows.reshape(*lead, *rows.shape[-2:])
+
+
+def _dropout_arguments(p: float = 0.5, training: bool = True, *_: Any, **other: Any) -> Any:
+    return p, other.get("train", training)
