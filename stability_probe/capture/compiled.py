@@ -23,12 +23,20 @@ from torch._inductor.custom_graph_pass import (
 )
 from torch._inductor.virtualized import V
 
+from stability_probe.capture import families as f
 from stability_probe.capture import functions, observer, provenance, traced
-from stability_probe.capture.functions import SDPA, WATCHED
+from stability_probe.capture.kernels import KERNELS
 from stability_probe.capture.observer import CompiledSeam, connect, disconnect, live
-from stability_probe.capture.provenance import PRODUCT, SOFTMAX
-from stability_probe.capture.traced import FUNCTIONS, MULTI_HEAD, meaning, observed, split_source
+from stability_probe.capture.traced import (
+    FUNCTIONS,
+    MULTI_HEAD,
+    WATCHED,
+    meaning,
+    observed,
+    split_source,
+)
 
+_ATTENTION = f.SDPA | f.SOFTMAX | f.LOG_SOFTMAX | f.EXP | KERNELS | {MULTI_HEAD}
 _TRANSPOSED = ("mT", "mH", "T", "H")  # attributes of a tensor that are views of it
 
 
@@ -45,7 +53,7 @@ def rewrite(graph: fx.Graph, sources: Mapping[fx.Node, str] | None = None) -> No
     for part, inner in _parts(graph, sources):
         rewrite(part.graph, inner)
         part.recompile()
-    attends = any(_function(n) in SDPA | SOFTMAX | {MULTI_HEAD} for n in graph.nodes)
+    attends = any(_function(n) in _ATTENTION for n in graph.nodes)
     for node in list(graph.nodes):
         if node.target is observed:
             _own(node, sources)
@@ -91,10 +99,10 @@ def _may_matter(node: fx.Node, sources: Mapping[fx.Node, str]) -> bool:
     function = _function(node)
     if function is getattr:
         return node.args[1] in _TRANSPOSED
-    if function not in WATCHED and function is not MULTI_HEAD:
+    if function not in WATCHED:
         return False
     # a product with a parameter is a projection or a router, and no attention
-    return function not in PRODUCT or not any(_is_parameter(a, sources) for a in node.args)
+    return function not in f.PRODUCT or not any(_is_parameter(a, sources) for a in node.args)
 
 
 def _is_parameter(argument: Any, sources: Mapping[fx.Node, str]) -> bool:
@@ -102,7 +110,7 @@ def _is_parameter(argument: Any, sources: Mapping[fx.Node, str]) -> bool:
     while isinstance(argument, fx.Node):
         if argument in sources:
             return "_parameters" in sources[argument]
-        looks = _function(argument) in provenance.VIEWS or argument.target is getattr
+        looks = _function(argument) in f.VIEWS or argument.target is getattr
         if argument.target is observed:
             looks, argument = True, argument.args[3]
             continue
@@ -159,7 +167,7 @@ class PreGradPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Changes with the code that decides what is traced."""
-        modules = (observer, traced, functions, provenance)
+        modules = (observer, traced, functions, provenance, f)
         files = [m.__file__ for m in modules if m.__file__]
         return get_hash_for_files((__file__, *files))
 

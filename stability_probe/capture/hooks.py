@@ -21,11 +21,14 @@ class Boundary(Protocol):
     ) -> None:
         """A hooked module's forward begins."""
 
-    def leave(self, name: str, module: nn.Module) -> None:
-        """A hooked module's forward ended, with or without an exception."""
+    def leave(self, name: str, module: nn.Module, output: object) -> None:
+        """A hooked module's forward ended; after an exception without an output."""
 
     def begin(self) -> None:
         """The watched model's own forward begins."""
+
+    def end(self) -> None:
+        """The watched model's own forward ended, with or without an exception."""
 
 
 class InertHook:
@@ -35,7 +38,7 @@ class InertHook:
         """Changes nothing."""
 
 
-class _CopiesInert:
+class CopiesInert:
     """A hook whose copies and pickles are inert."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
@@ -45,7 +48,7 @@ class _CopiesInert:
         return InertHook, ()
 
 
-class EnterHook(_CopiesInert):
+class EnterHook(CopiesInert):
     """A module's forward pre-hook."""
 
     def __init__(self, boundary: Boundary, name: str) -> None:
@@ -58,20 +61,20 @@ class EnterHook(_CopiesInert):
             self.boundary.enter(self.name, module, args, kwargs)
 
 
-class LeaveHook(_CopiesInert):
+class LeaveHook(CopiesInert):
     """A module's forward hook; registered so that it also runs after an exception."""
 
     def __init__(self, boundary: Boundary, name: str) -> None:
         self.boundary = boundary
         self.name = name
 
-    def __call__(self, module: nn.Module, *_: object) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
         """Closes the scope."""
         if not torch.compiler.is_compiling():
-            self.boundary.leave(self.name, module)
+            self.boundary.leave(self.name, module, output)
 
 
-class BeginHook(_CopiesInert):
+class BeginHook(CopiesInert):
     """The watched model's own forward pre-hook."""
 
     def __init__(self, boundary: Boundary) -> None:
@@ -83,6 +86,18 @@ class BeginHook(_CopiesInert):
             self.boundary.begin()
 
 
+class EndHook(CopiesInert):
+    """The watched model's own forward hook; also runs after an exception."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        self.boundary = boundary
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        """Lets later calls of the model's parts be told apart from those inside it."""
+        if not torch.compiler.is_compiling():
+            self.boundary.end()
+
+
 def is_live(hook: object) -> bool:
     """Whether a registered hook belongs to a probe that still watches."""
-    return isinstance(hook, EnterHook | LeaveHook | BeginHook)
+    return isinstance(hook, EnterHook | LeaveHook | BeginHook | EndHook)

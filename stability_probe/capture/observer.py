@@ -13,15 +13,16 @@ import functools
 import json
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.fx import has_side_effect
 
 from stability_probe.capture.functions import Seen
+from stability_probe.capture.recompute import Recomputations
 from stability_probe.capture.scope import Admission, Frame
-from stability_probe.capture.sites import canonical_name
+from stability_probe.capture.sites import ROOT, named_modules
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class Sighting:
 
     module: str  # the module that calls attention; "" is the compiled one itself
     parameter: str  # the owner's name; "" without an owner: a function was compiled
-    roles: tuple[str, ...]  # of the tensors: owner, q, k, v, output, scores, weights, scale, mask
-    call_index: int  # among the calls in one forward of the module
+    roles: tuple[str, ...]  # of the tensors: owner, scale, mask (any number), or a field of Seen
+    first: bool  # of the module's calls in one run of the graph
     seam: str
     gradients: bool  # were enabled where the call is made
     requires_grad: bool  # of the call's result
@@ -46,6 +47,7 @@ class Sighting:
     dtype: str
     heads: int | None
     pre_scaled: bool
+    exact: bool
 
 
 def written(sighting: Sighting) -> str:
@@ -66,7 +68,7 @@ class Taker(Protocol):
     def frame(self) -> Frame | None:
         """The innermost eager forward that is followed on this thread, if there is one."""
 
-    def compiled_call(self, seen: Seen, call_index: int) -> None:
+    def compiled_call(self, seen: Seen, *, first: bool) -> None:
         """A compiled graph made an attention call; `seen.path` holds the frame of its module."""
 
     def fault(self, frame: Frame | None, error: Exception) -> None:
@@ -78,7 +80,7 @@ class ModelIndex:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._modules: dict[str, nn.Module] = {}
+        self._modules: dict[tuple[str, ...], nn.Module] = {}
         self._names: dict[int, str] = {}  # of the modules, by id
         self._owners: dict[int, list[tuple[str, weakref.ref[Tensor]]]] = {}  # by address
         self._strangers: set[int] = set()  # addresses that are no parameter of the model
@@ -104,21 +106,21 @@ class ModelIndex:
         self._strangers.add(address)
         return None
 
-    def _module(self, parts: list[str]) -> tuple[str, nn.Module] | None:
+    def _module(self, parts: list[str]) -> tuple[str, nn.Module]:
         """The module of that name, or the innermost one around it that exists."""
         for length in range(len(parts), -1, -1):
-            if (found := self._modules.get(canonical_name(".".join(parts[:length])))) is not None:
-                return self._names[id(found)], found
-        return None
+            if (found := self._modules.get(tuple(parts[:length]))) is not None:
+                return self._names.get(id(found), ROOT), found
+        return ROOT, self._model
 
     def _look(self) -> None:
-        self._modules = {
-            canonical_name(name): m for name, m in self._model.named_modules(remove_duplicate=False)
-        }
-        self._names = {id(m): canonical_name(name) for name, m in self._model.named_modules()}
+        every = self._model.named_modules(remove_duplicate=False)
+        self._modules = {tuple(_parts(name)): m for name, m in every}  # the wrapped comes last
+        named = reversed(named_modules(self._model).items())
+        self._names = {id(module): name for name, module in named}
         self._owners = {}
-        for named in (self._model.named_parameters, self._model.named_buffers):
-            for name, tensor in named(remove_duplicate=False):
+        for tensors in (self._model.named_parameters, self._model.named_buffers):
+            for name, tensor in tensors(remove_duplicate=False):
                 if tensor.device.type != "meta":
                     found = self._owners.setdefault(tensor.data_ptr(), [])
                     found.append((name, weakref.ref(tensor)))
@@ -142,6 +144,7 @@ class CompiledSeam:
     def __init__(self, taker: Taker, model: nn.Module) -> None:
         self._taker = taker
         self._index = ModelIndex(model)
+        self._recomputations = Recomputations()
 
     def refresh(self) -> None:
         """Call it between steps."""
@@ -156,7 +159,7 @@ class CompiledSeam:
             frame = self._frame(sighting, roles)
             if frame is not None:
                 seen = _seen(sighting, frame, roles, scale)
-                self._taker.compiled_call(seen, sighting.call_index)
+                self._taker.compiled_call(seen, first=sighting.first)
         except Exception as error:
             self._taker.fault(frame, error)
 
@@ -165,40 +168,36 @@ class CompiledSeam:
             return self._taker.frame  # a compiled function, called by an eager module
         (owner,) = (tensor for role, tensor in roles if role == "owner")
         found = self._index.find(owner, sighting.parameter, sighting.module)
-        return None if found is None else Frame(*found, _admission(sighting, found[1]), False)
+        return None if found is None else Frame(*found, self._admit(sighting, found[1]), False)
 
-
-def _admission(sighting: Sighting, module: nn.Module) -> Admission:
-    """As `scope.admit` decides for an eager forward; the graph knows whether gradients flow."""
-    if torch._C._current_graph_task_id() != -1:
-        return Admission.RECOMPUTE
-    if module.training:
-        return Admission.TRAIN if sighting.gradients else Admission.PROVISIONAL
-    flows = sighting.gradients and sighting.requires_grad
-    return Admission.EVAL_GRAD if flows else Admission.REFUSED
+    def _admit(self, sighting: Sighting, module: nn.Module) -> Admission:
+        """As `scope.admit` decides for an eager forward; the graph knows of the gradients."""
+        if not sighting.gradients:
+            return Admission.REFUSED
+        if torch._C._current_graph_task_id() != -1 and not self._recomputations.recorded():
+            return Admission.REFUSED
+        if module.training:
+            return Admission.TRAIN
+        return Admission.EVAL_GRAD if sighting.requires_grad else Admission.REFUSED
 
 
 def _seen(
     sighting: Sighting, frame: Frame, roles: list[tuple[str, Tensor]], scale: float
 ) -> Seen:
-    one = {role: tensor.detach() for role, tensor in roles if role != "mask"}
+    masks = tuple(tensor.detach() for role, tensor in roles if role == "mask")
+    one: dict[str, Any] = {r: t.detach() for r, t in roles if r not in ("mask", "owner")}
     return Seen(
         seam=sighting.seam,
         path=(frame,),
-        q=one.get("q"),
-        k=one.get("k"),
-        v=one.get("v"),
-        scores=one.get("scores"),
-        weights=one.get("weights"),
-        output=one.get("output"),
-        masks=tuple(tensor.detach() for role, tensor in roles if role == "mask"),
-        scale=one.get("scale", scale),
+        masks=masks,
         causal=sighting.causal,
         softcap=sighting.softcap,
         dropout=sighting.dropout,
         dtype=getattr(torch, sighting.dtype),
         heads=sighting.heads,
         pre_scaled=sighting.pre_scaled,
+        exact=sighting.exact,
+        **{"scale": scale, **one},
     )
 
 

@@ -9,7 +9,8 @@ them changes numbers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -21,37 +22,44 @@ from torch.overrides import (
     _get_current_function_mode,
 )
 
+from stability_probe.capture.recompute import Recomputations
+
 
 class Admission(Enum):
     """What the gate says of one forward of one module."""
 
     REFUSED = "refused"
     TRAIN = "train"
-    PROVISIONAL = "provisional"  # train mode without gradients: a checkpoint's first forward,
-    # or `generate()` inside training; only a recomputation in backward tells them apart
     EVAL_GRAD = "eval_grad"  # eval mode, yet gradients flow: LoRA and DPO loops train so
-    RECOMPUTE = "recompute"  # inside backward: the same forward once more
 
 
-def admit(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Admission:
+def admit(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    recomputations: Recomputations,
+) -> Admission:
     """Decides whether a forward of `module` may be recorded.
 
-    A forward under tracing, vmap or functorch, and an evaluation, are refused.
+    A forward under tracing, vmap or functorch, one of fake tensors (a memory estimate, say), and
+    an evaluation, are refused. So is whatever runs without gradients: `generate()` inside
+    training, and the first forward of a reentrant checkpoint, whose recomputation is recorded.
     """
     if (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.is_inference_mode_enabled()
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     ):
         return Admission.REFUSED
-    if torch._C._current_graph_task_id() != -1:
-        return Admission.RECOMPUTE
+    if not torch.is_grad_enabled():
+        return Admission.REFUSED
+    if torch._C._current_graph_task_id() != -1 and not recomputations.recorded():
+        return Admission.REFUSED
     if module.training:
-        return Admission.TRAIN if torch.is_grad_enabled() else Admission.PROVISIONAL
-    if torch.is_grad_enabled() and _gradients_flow(module, args, kwargs):
-        return Admission.EVAL_GRAD
-    return Admission.REFUSED
+        return Admission.TRAIN
+    return Admission.EVAL_GRAD if _gradients_flow(module, args, kwargs) else Admission.REFUSED
 
 
 def _gradients_flow(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -70,12 +78,13 @@ class Frame:
     module: nn.Module
     admission: Admission
     mode_before: bool  # whether the mode was on outside this frame
-    input: torch.Tensor | None = None  # the module's first floating-point argument
+    input: torch.Tensor | None = None  # the caller's own: the first floating-point argument
+    since: int = 0  # autograd's sequence number when the forward began
 
     @property
     def looking(self) -> bool:
         """Whether attention calls in here are recorded."""
-        return self.admission not in (Admission.REFUSED, Admission.RECOMPUTE)
+        return self.admission is not Admission.REFUSED
 
 
 class Scope(threading.local):
@@ -83,8 +92,10 @@ class Scope(threading.local):
 
     def __init__(self, mode: TorchFunctionMode) -> None:
         self.mode = mode
+        self._recomputations = Recomputations()
         self.frames: list[Frame] = []
         self.mode_on = False
+        self.muted = False
 
     def enter(
         self,
@@ -96,10 +107,12 @@ class Scope(threading.local):
         """Asks the gate and pushes a frame; call it from a forward pre-hook."""
         if any(frame.module is module for frame in self.frames):
             self.heal()  # its post-hook never ran: Ctrl-C skips even `always_call` hooks
-        admission = admit(module, args, kwargs)
+        admission = (
+            Admission.REFUSED if self.muted else admit(module, args, kwargs, self._recomputations)
+        )
         tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
-        first = next((t.detach() for t in tensors if t.is_floating_point()), None)
-        frame = Frame(name, module, admission, self.mode_on, first)
+        first = next((t for t in tensors if t.is_floating_point()), None)
+        frame = Frame(name, module, admission, self.mode_on, first, _sequence_number())
         self.frames.append(frame)
         self._switch(frame.looking)
         return frame
@@ -118,6 +131,19 @@ class Scope(threading.local):
         while _active_mode() is self.mode:
             self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Sees nothing of what runs inside: a kernel whose call is read as a whole."""
+        muted, on = self.muted, self.mode_on
+        self._switch(False)
+        self.muted = True
+        try:
+            yield
+        finally:
+            self.muted = muted
+            if on and self.frames:
+                self._switch(self.frames[-1].looking)
+
     @property
     def path(self) -> tuple[Frame, ...]:
         """The frames from the outermost to the innermost."""
@@ -125,8 +151,8 @@ class Scope(threading.local):
 
     @property
     def current(self) -> Frame | None:
-        """The innermost frame."""
-        return self.frames[-1] if self.frames else None
+        """The innermost frame; None where there is none, and inside `quiet`."""
+        return self.frames[-1] if self.frames and not self.muted else None
 
     def _switch(self, on: bool) -> None:
         if on and not self.mode_on:
@@ -135,6 +161,11 @@ class Scope(threading.local):
         elif self.mode_on and not on and _active_mode() is self.mode:
             self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self.mode_on = False
+
+
+def _sequence_number() -> int:
+    """The number that autograd gives to its next node on this thread."""
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def _active_mode() -> TorchFunctionMode | None:

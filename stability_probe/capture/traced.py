@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, redispatch_function
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stability_probe.capture.functions import WATCHED, AttentionMode, Seen
+from stability_probe.capture import families as f
+from stability_probe.capture.functions import AttentionMode, Seen
+from stability_probe.capture.kernels import KERNELS
 from stability_probe.capture.observer import OPERATOR, Sighting, written
-from stability_probe.capture.provenance import DROPOUT, PRODUCT, VIEWS, Weights
+from stability_probe.capture.provenance import Weights
 from stability_probe.capture.scope import Admission, Frame
 
 MULTI_HEAD = F.multi_head_attention_forward
@@ -39,7 +41,10 @@ _AS_TORCH: dict[Any, Any] = {  # what Python's operators mean to the eager seam
     operator.itruediv: torch.Tensor.div_,
     operator.iadd: torch.Tensor.add_,
     operator.isub: torch.Tensor.sub_,
+    operator.getitem: torch.Tensor.__getitem__,
+    operator.setitem: torch.Tensor.__setitem__,
 }
+WATCHED = f.WATCHED | KERNELS | {MULTI_HEAD}
 FUNCTIONS: list[Callable[..., Any]] = []  # those of the nodes that were rewritten
 _NOTHING = nn.Module()  # frames of a graph have names only
 
@@ -86,7 +91,8 @@ class Reader:
     def __init__(self) -> None:
         self._mode = AttentionMode(self)
         self._frames: dict[str, Frame] = {}
-        self._calls: dict[str, int] = {}
+        self._modules: dict[Frame, str] = {}  # the compiler's own name of a frame's module
+        self._called: set[str] = set()
         self.done: set[int] = set()  # numbers of the steps so far
         self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._owner: Tensor | None = None
@@ -113,29 +119,31 @@ class Reader:
         """Runs a function and reads what it did; a failure to read is no failure to run."""
         gradients = torch.is_grad_enabled()
         out = function(*args, **kwargs)
-        if not isinstance(out, Tensor):
-            return out
-        self._gradients, self._requires_grad = gradients, out.requires_grad
+        first = out[0] if isinstance(out, tuple | list) and out else out
+        self._gradients = gradients
+        self._requires_grad = isinstance(first, Tensor) and first.requires_grad
         try:
             self._note(meaning(function), args, kwargs, out)
         except Exception as error:
             self.fault(self._mode.scope.current, error)
         return out
 
-    def _note(self, function: Any, args: Any, kwargs: Mapping[str, Any], out: Tensor) -> None:
+    def _note(self, function: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
+        """Lets the eager seam read a call."""
         ledger = self._mode.ledger
-        if function in VIEWS or function is getattr:
+        if function is getattr:  # as in k.mT
+            function, args = getattr(torch.Tensor, args[1]).__get__, args[:1]
+        if function in f.VIEWS and isinstance(out, Tensor):
             self._views[out] = (function, args, kwargs)
-        if function in PRODUCT:
+        if function in f.PRODUCT:
             args = tuple(self._copied(a) if ledger.get(a) is None else a for a in args)
             first = ledger.get(args[0]) if args else None
             self._rows_stay = isinstance(first, Weights) and function is not torch.einsum
-        if function in DROPOUT and isinstance(weights := ledger.get(args[0]), Weights):
+        if function in f.DROPOUT and isinstance(weights := ledger.get(args[0]), Weights):
             p, training = _dropout_arguments(*args[1:], **kwargs)
             if isinstance(weights.call, _Pending) and training:
                 weights.call.dropout = p
-        if function is not getattr:
-            self._mode.read(function, args, kwargs, out)
+        self._mode.read(function, args, kwargs, out)
 
     def _copied(self, tensor: Any) -> Any:
         """The tensor by views of its own, from the last tensor that is no view.
@@ -157,7 +165,9 @@ class Reader:
     def _frame(self, key: str, path: str) -> Frame:
         name = path.removeprefix(self._root).removeprefix(".")
         fresh = Frame(name, _NOTHING, Admission.TRAIN, False)
-        return self._frames.setdefault(key, fresh)
+        frame = self._frames.setdefault(key, fresh)
+        self._modules[frame] = key.split("@")[0]  # a second forward of it has a number behind
+        return frame
 
     def _inside(self, path: str) -> bool:
         return path == self._root or path.startswith(f"{self._root}.") or not self._root
@@ -165,10 +175,12 @@ class Reader:
     # Listener: what the eager seam tells
 
     def attention(self, seen: Seen) -> object | None:
-        """A call: of SDPA at once, of a softmax when its weights meet their values."""
+        """A call: of a kernel at once, of a softmax when its weights meet their values."""
         if seen.seam == "softmax":
             return _Pending(seen)
-        self._emit(seen, {"q": seen.q, "k": seen.k, "v": seen.v, "output": seen.output})
+        if not seen.unreadable and seen.score_mod is None and seen.mask_mod is None:
+            names = ("q", "k", "v", "output", "lse", "sink")
+            self._emit(seen, {name: getattr(seen, name) for name in names})
         return None
 
     def values(self, token: object | None, path: Any, v: Tensor, output: Tensor) -> None:
@@ -176,15 +188,14 @@ class Reader:
         if not isinstance(token, _Pending):
             return
         seen = dataclasses.replace(token.seen, path=path, dropout=token.dropout)
-        if seen.q is None or seen.k is None:
-            self._emit(seen, {"scores": seen.scores, "weights": seen.weights})
+        q, k, weights = seen.q, seen.k, seen.weights
+        if q is None or k is None or weights is None or not seen.exact:
+            self._emit(seen, {"q": q, "k": k, "scores": seen.scores, "weights": weights})
             return
-        tensors: dict[str, Tensor | None] = {"q": seen.q, "k": seen.k}
-        if self._rows_stay and seen.weights is not None:
-            lead = seen.weights.shape[:-2]
-            tensors |= {"q": _laid_out(seen.q, lead), "k": _laid_out(seen.k, lead)}
-            if v.shape[:-2] == lead and output.shape[:-2] == lead:
-                tensors |= {"v": v, "output": output}
+        lead = weights.shape[:-2]
+        tensors = {"q": _laid_out(q, lead), "k": _laid_out(k, lead), "sink": seen.sink}
+        if self._rows_stay and v.shape[:-2] == lead and output.shape[:-2] == lead:
+            tensors |= {"v": v.detach(), "output": output.detach()}
         self._emit(seen, tensors)
 
     def fault(self, frame: Frame | None, error: Exception) -> None:
@@ -193,17 +204,16 @@ class Reader:
     def _emit(self, seen: Seen, tensors: dict[str, Tensor | None]) -> None:
         """Traces the operator in."""
         frame = seen.path[-1]
-        index = self._calls.get(key := f"{id(frame)}", 0)
-        self._calls[key] = index + 1
         given = [("owner", self._owner), *tensors.items(), *(("mask", m) for m in seen.masks)]
         if isinstance(seen.scale, Tensor):
             given.append(("scale", seen.scale))
         present = [(role, tensor) for role, tensor in given if tensor is not None]
+        module = self._modules[frame]
         sighting = Sighting(
             module=frame.name,
             parameter=self._parameter,
             roles=tuple(role for role, _ in present),
-            call_index=index,
+            first=module not in self._called,
             seam=seen.seam,
             gradients=self._gradients,
             requires_grad=self._requires_grad,
@@ -213,7 +223,9 @@ class Reader:
             dtype=str(seen.dtype).removeprefix("torch."),
             heads=seen.heads,
             pre_scaled=seen.pre_scaled,
+            exact=seen.exact,
         )
+        self._called.add(module)
         scale = 1.0 if isinstance(seen.scale, Tensor) else seen.scale
         OPERATOR(written(sighting), [tensor for _, tensor in present], scale)
 
