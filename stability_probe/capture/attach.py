@@ -30,7 +30,7 @@ from stability_probe.capture.gradients import Gradients
 from stability_probe.capture.graph import read_graph
 from stability_probe.capture.hooks import BeginHook, EndHook, EnterHook, LeaveHook, is_live
 from stability_probe.capture.layout import UnsupportedCallError
-from stability_probe.capture.scope import Admission, Frame
+from stability_probe.capture.scope import Admission, Frame, holds_compiled
 from stability_probe.capture.site import Site, call_of
 from stability_probe.capture.sites import (
     ROOT,
@@ -111,7 +111,22 @@ class Attachment:
         self._unhook()
         self._discovering = False
         self._names = {}
-        for site in self.sites.values():
+        self._hook_sites()
+
+    def pause(self) -> None:
+        """Takes the hooks off while a compiler traces: it would compile again when they change."""
+        self._unhook()
+
+    def resume(self) -> None:
+        """Puts them on again."""
+        if self._discovering:
+            self._hook_globally()
+        else:
+            self._hook_sites()
+
+    def _hook_sites(self) -> None:
+        eager = [site for site in self.sites.values() if not site.compiled]
+        for site in eager:
             module = site.module()
             if module is None or site.disabled:
                 continue
@@ -123,6 +138,8 @@ class Attachment:
                 module.register_forward_pre_hook(enter, with_kwargs=True),
                 module.register_forward_hook(leave, always_call=True),
             ]
+        if self.sites and not eager and ROOT not in self._ran:
+            return  # the whole model is compiled: its graphs tell all
         if self._names or self._is_shy(self._model):
             self._hook_globally()
         else:
@@ -130,6 +147,11 @@ class Attachment:
                 self._model.register_forward_pre_hook(BeginHook(self), prepend=True),
                 self._model.register_forward_hook(EndHook(self), always_call=True),
             ]
+
+    def refresh(self) -> None:
+        """Call it between steps."""
+        if self._seam is not None:
+            self._seam.refresh()
 
     def _name_modules(self) -> None:
         """The names of all modules, by their identity; one under two names has the first."""
@@ -291,7 +313,7 @@ class Attachment:
             self._forward.calls.forget(frame.name)
         self.attention(seen)
         if (site := self.sites.get(frame.name)) is not None:
-            site.compiled = True
+            site.compiled = True  # no hook is needed there
 
     # Listener: what the mode tells
 
@@ -393,7 +415,7 @@ class Attachment:
         return {
             name: kind
             for name, kind in self._silent().items()
-            if name in self._ran or _compiler_is_used()
+            if name in self._ran or self.may_be_compiled
         }
 
     def _silent(self) -> dict[str, str]:
@@ -411,9 +433,16 @@ class Attachment:
         silent = self._silent().items()
         return (*seen, *(SiteReport(n, kind, reason=self._why_silent(n)) for n, kind in silent))
 
+    @property
+    def may_be_compiled(self) -> bool:
+        """Whether a compiled graph could hide forwards of the model."""
+        return _compiler_is_used() or holds_compiled(self._model)
+
     def _why_silent(self, name: str) -> str:
         if name in self._ran:
             return "gave no attention call"
+        if self.may_be_compiled:
+            return "no call seen: it may run in a graph that was compiled before watch()"
         return "its forward never ran" if self.forwards else "no forward in training yet"
 
 

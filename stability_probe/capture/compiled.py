@@ -9,11 +9,13 @@ while a probe watches, and gone after the last one is closed.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.output_graph import OutputGraph
 from torch._inductor import config as inductor
 from torch._inductor.custom_graph_pass import (
@@ -173,6 +175,8 @@ class PreGradPass(CustomGraphPass):
 
 
 _PASS = PreGradPass()
+# The hooks that the warning is about know that an OptimizedModule is no module of the model.
+_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
 _HAND_OVER = OutputGraph.call_user_compiler
 
 
@@ -191,6 +195,16 @@ def _is_inductor(backend: Any) -> bool:
     return named in ("inductor", "compile_fx")
 
 
+def _pause(_: Any) -> None:
+    for seam in live():
+        seam.taker.pause()
+
+
+def _resume(_: Any) -> None:
+    for seam in live():
+        seam.taker.resume()
+
+
 _USERS: list[Any] = []  # the pass that the user had set, while ours is beside it
 
 
@@ -201,6 +215,9 @@ def _install() -> None:
         inductor.pre_grad_custom_pass = (*passes, _PASS)
     if OutputGraph.call_user_compiler is _HAND_OVER:
         OutputGraph.call_user_compiler = _hand_over  # type: ignore[method-assign]
+        callback_handler.register_start_callback(_pause)
+        callback_handler.register_end_callback(_resume)
+        warnings.filterwarnings("ignore", message=_WARNING, category=UserWarning)
 
 
 def _uninstall() -> None:
@@ -212,6 +229,14 @@ def _uninstall() -> None:
         inductor.pre_grad_custom_pass = _USERS[0] if unchanged else others or None
     if OutputGraph.call_user_compiler is _hand_over:
         OutputGraph.call_user_compiler = _HAND_OVER  # type: ignore[method-assign]
+        callback_handler.remove_start_callback(_pause)
+        callback_handler.remove_end_callback(_resume)
+        warnings.filters[:] = [w for w in warnings.filters if not _is_ours(w)]  # type: ignore[index]
+
+
+def _is_ours(entry: tuple[Any, ...]) -> bool:
+    """Whether a filter of warnings is the one set here."""
+    return getattr(entry[1], "pattern", entry[1]) == _WARNING
 
 
 def open_seam(taker: observer.Taker, model: nn.Module) -> CompiledSeam:

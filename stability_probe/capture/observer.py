@@ -74,6 +74,12 @@ class Taker(Protocol):
     def fault(self, frame: Frame | None, error: Exception) -> None:
         """Reading a call failed."""
 
+    def pause(self) -> None:
+        """A compiler begins to trace."""
+
+    def resume(self) -> None:
+        """It has ended."""
+
 
 class ModelIndex:
     """Finds the module of a watched model that a compiled graph belongs to, by a parameter."""
@@ -142,7 +148,7 @@ class CompiledSeam:
     """One watched model's side of the operator."""
 
     def __init__(self, taker: Taker, model: nn.Module) -> None:
-        self._taker = taker
+        self.taker = taker
         self._index = ModelIndex(model)
         self._recomputations = Recomputations()
 
@@ -159,13 +165,13 @@ class CompiledSeam:
             frame = self._frame(sighting, roles)
             if frame is not None:
                 seen = _seen(sighting, frame, roles, scale)
-                self._taker.compiled_call(seen, first=sighting.first)
+                self.taker.compiled_call(seen, first=sighting.first)
         except Exception as error:
-            self._taker.fault(frame, error)
+            self.taker.fault(frame, error)
 
     def _frame(self, sighting: Sighting, roles: list[tuple[str, Tensor]]) -> Frame | None:
         if not sighting.parameter:
-            return self._taker.frame  # a compiled function, called by an eager module
+            return self.taker.frame  # a compiled function, called by an eager module
         (owner,) = (tensor for role, tensor in roles if role == "owner")
         found = self._index.find(owner, sighting.parameter, sighting.module)
         return None if found is None else Frame(*found, self._admit(sighting, found[1]), False)
