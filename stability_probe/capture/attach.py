@@ -151,7 +151,10 @@ class Attachment:
     def refresh(self) -> None:
         """Call it between steps."""
         if self._seam is not None:
+            from stability_probe.capture import compiled as seam
+
             self._seam.refresh()
+            seam.renew()
 
     def _name_modules(self) -> None:
         """The names of all modules, by their identity; one under two names has the first."""

@@ -88,12 +88,15 @@ def _parts(
                 names = part.graph.find_nodes(op="placeholder")
                 given = node.args[i + 1 : i + 1 + len(names)]
                 pairs = zip(names, given, strict=False)
-                yield part, {n: sources[g] for n, g in pairs if g in sources}  # type: ignore[index]
+                yield part, {n: sources[g] for n, g in pairs if g in sources}
 
 
 def _function(node: fx.Node) -> Any:
+    """The function of a node, as the eager seam knows it; of a rewritten one, that of before."""
     if node.op == "call_method":
         return getattr(torch.Tensor, str(node.target), None)
+    if node.target is observed:
+        return meaning(FUNCTIONS[json.loads(str(node.args[0]))["function"]])
     return meaning(node.target) if node.op == "call_function" else None
 
 
@@ -112,19 +115,17 @@ def _is_parameter(argument: Any, sources: Mapping[fx.Node, str]) -> bool:
     while isinstance(argument, fx.Node):
         if argument in sources:
             return "_parameters" in sources[argument]
-        looks = _function(argument) in f.VIEWS or argument.target is getattr
-        if argument.target is observed:
-            looks, argument = True, argument.args[3]
-            continue
-        if not looks or not argument.args:
+        function, first = _function(argument), 3 if argument.target is observed else 0
+        if len(argument.args) <= first or not (function in f.VIEWS or function is getattr):
             return False
-        argument = argument.args[0]
+        argument = argument.args[first]
     return False
 
 
 def _wrap(node: fx.Node) -> None:
     """Puts `observed` in the place of the node's function."""
-    function = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+    method = node.op == "call_method"
+    function: Any = getattr(torch.Tensor, str(node.target)) if method else node.target
     if function not in FUNCTIONS:
         FUNCTIONS.append(function)
     stack = [[key, path] for key, (path, _) in node.meta.get("nn_module_stack", {}).items()]
@@ -140,12 +141,12 @@ def _own(node: fx.Node, sources: Mapping[fx.Node, str]) -> None:
     path = [p for _, p in json.loads(str(node.args[0]))["stack"]]
     here = path[-1].split(".") if path else []
 
-    def distance(owner: fx.Node) -> int:
+    def nearness(owner: fx.Node) -> int:
         root, name = split_source(sources[owner])
         there = f"{root}.{name}".split(".")
-        return -sum(a == b for a, b in zip(here, there, strict=False))
+        return sum(a == b for a, b in zip(here, there, strict=False))
 
-    owner = min(sources, key=distance)
+    owner = max(sources, key=nearness)
     step, _, _, *rest = node.args
     node.args = (step, sources[owner], owner, *rest)
 
@@ -205,6 +206,19 @@ def _resume(_: Any) -> None:
         seam.taker.resume()
 
 
+_CALLBACKS = (
+    (callback_handler.start_callbacks, _pause),
+    (callback_handler.end_callbacks, _resume),
+)
+
+
+def renew() -> None:
+    """Sets what `torch._dynamo.reset()` drops; call it between steps."""
+    for callbacks, ours in _CALLBACKS:
+        if ours not in callbacks:
+            callbacks.append(ours)
+
+
 _USERS: list[Any] = []  # the pass that the user had set, while ours is beside it
 
 
@@ -215,8 +229,7 @@ def _install() -> None:
         inductor.pre_grad_custom_pass = (*passes, _PASS)
     if OutputGraph.call_user_compiler is _HAND_OVER:
         OutputGraph.call_user_compiler = _hand_over  # type: ignore[method-assign]
-        callback_handler.register_start_callback(_pause)
-        callback_handler.register_end_callback(_resume)
+        renew()
         warnings.filterwarnings("ignore", message=_WARNING, category=UserWarning)
 
 
@@ -229,14 +242,14 @@ def _uninstall() -> None:
         inductor.pre_grad_custom_pass = _USERS[0] if unchanged else others or None
     if OutputGraph.call_user_compiler is _hand_over:
         OutputGraph.call_user_compiler = _HAND_OVER  # type: ignore[method-assign]
-        callback_handler.remove_start_callback(_pause)
-        callback_handler.remove_end_callback(_resume)
+        for callbacks, ours in _CALLBACKS:
+            callbacks[:] = [c for c in callbacks if c is not ours]
         warnings.filters[:] = [w for w in warnings.filters if not _is_ours(w)]  # type: ignore[index]
 
 
 def _is_ours(entry: tuple[Any, ...]) -> bool:
     """Whether a filter of warnings is the one set here."""
-    return getattr(entry[1], "pattern", entry[1]) == _WARNING
+    return bool(getattr(entry[1], "pattern", entry[1]) == _WARNING)
 
 
 def open_seam(taker: observer.Taker, model: nn.Module) -> CompiledSeam:

@@ -84,9 +84,7 @@ def _from_rows(seen: Seen, heads: int | None) -> dict[str, Any]:
     }
 
 
-def _scale(
-    scale: float | Tensor, lead: torch.Size, batch_heads: tuple[int, int]
-) -> float | Tensor:
+def _scale(scale: float | Tensor, lead: torch.Size, batch_heads: tuple[int, int]) -> float | Tensor:
     """A scale that broadcasts to [B, H, 1, 1]."""
     if not isinstance(scale, Tensor) or scale.dim() == 0:
         return scale

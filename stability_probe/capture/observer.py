@@ -187,9 +187,7 @@ class CompiledSeam:
         return Admission.EVAL_GRAD if sighting.requires_grad else Admission.REFUSED
 
 
-def _seen(
-    sighting: Sighting, frame: Frame, roles: list[tuple[str, Tensor]], scale: float
-) -> Seen:
+def _seen(sighting: Sighting, frame: Frame, roles: list[tuple[str, Tensor]], scale: float) -> Seen:
     masks = tuple(tensor.detach() for role, tensor in roles if role == "mask")
     one: dict[str, Any] = {r: t.detach() for r, t in roles if r not in ("mask", "owner")}
     return Seen(
@@ -233,9 +231,9 @@ def _observe(text: str, tensors: Sequence[Tensor], scale: float) -> None:
                 seam.take(text, tensors, scale)
 
 
-def _define() -> torch.library.Library:
+def _define() -> Any:
     """Registers the operator; `flexible_layout`: it must not make a compiler copy its inputs."""
-    library = torch.library.Library("stability_probe", "DEF")  # noqa: TOR901
+    library: Any = torch.library.Library("stability_probe", "DEF")  # type: ignore[no-untyped-call]
     tags = (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe)
     library.define("attention(str sighting, Tensor[] tensors, float scale) -> ()", tags=tags)
     library.impl("attention", _observe, "CompositeExplicitAutograd")
