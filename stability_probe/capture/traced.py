@@ -108,12 +108,17 @@ class Reader:
         self._owner = owner
         self._root, self._parameter = split_source(source)
         self._mode.scope.frames = self._frames_of(step)
-        function = FUNCTIONS[step.function]
-        if function is MULTI_HEAD:
-            heads = args[4] if len(args) > 4 else kwargs.get("num_heads")
-            with self._mode.within_heads(heads), _Inside(self):
-                return redispatch_function(function, (), args, kwargs)  # type: ignore[no-untyped-call]
-        return self.read(function, args, kwargs)
+        try:
+            return self._call(FUNCTIONS[step.function], args, kwargs)
+        finally:
+            self._owner = None  # of the user's model, where a graph runs as it is
+
+    def _call(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if function is not MULTI_HEAD:
+            return self.read(function, args, kwargs)
+        heads = args[4] if len(args) > 4 else kwargs.get("num_heads")
+        with self._mode.within_heads(heads), _Inside(self):
+            return redispatch_function(function, (), args, kwargs)  # type: ignore[no-untyped-call]
 
     def read(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs a function and reads what it did; a failure to read is no failure to run."""

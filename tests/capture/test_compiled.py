@@ -241,6 +241,7 @@ def test_every_kind_of_attention_in_inductor(name: str) -> None:
     [
         ("sdpa", "aot_eager"),
         ("torch.softmax", "aot_eager"),
+        ("sdpa", "eager"),
         pytest.param("torch.softmax", "inductor", marks=needs_cpp),
     ],
 )
@@ -359,6 +360,19 @@ def test_two_models_of_one_class_are_told_apart() -> None:
         assert [p.coverage[0].calls for p in (one, two)] == [1, 1]
 
 
+def test_the_compiled_module_itself_may_be_watched() -> None:
+    compiled = torch.compile(Model(Attention(), Attention()), backend="aot_eager")
+    with sp.watch(compiled, strict=True) as probe:
+        for _ in range(2):
+            loss_of(compiled, tokens()).backward()
+            probe.step()
+        assert [(r.layer, r.calls) for r in probe.coverage] == [
+            ("blocks.0.attention", 2),
+            ("blocks.1.attention", 2),
+        ]
+        assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_a_fault_in_the_probe_is_an_alert_and_training_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -393,3 +407,34 @@ def test_the_users_own_pass_is_called_and_stays() -> None:
             assert probe.coverage[0].verified == "output"
         assert called
         assert inductor.pre_grad_custom_pass is mine
+
+
+def hugging_face(name: str, attention: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+    if name == "Llama":
+        sizes |= {"num_key_value_heads": 2, "intermediate_size": 64}
+    config = getattr(transformers, f"{name}Config")(**sizes, attn_implementation=attention)
+    head = {"Bert": "BertForMaskedLM"}.get(name, f"{name}ForCausalLM")
+    head = "GPT2LMHeadModel" if name == "GPT2" else head
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = getattr(transformers, head)(config)
+
+        def forward(self, batch: Tensor) -> Tensor:
+            return self.model(batch).logits
+
+    return Logits().train()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert"])
+def test_hugging_face_models(name: str, attention: str) -> None:
+    bare = train(lambda: hugging_face(name, attention), whole("aot_eager"), watched=False)
+    watched = train(lambda: hugging_face(name, attention), whole("aot_eager"))
+    assert_nothing_changed(bare, watched)
+    assert_same_numbers(watched, train(lambda: hugging_face(name, attention), None))
