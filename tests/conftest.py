@@ -23,7 +23,7 @@ def no_hooks_or_modes_remain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from torch.overrides import _get_current_function_mode_stack
 
     from stability_probe.capture import entries
-    from stability_probe.capture.attach import Attachment
+    from stability_probe.capture.attachment import Attachment
 
     made: list[weakref.ref[Attachment]] = []
     before = Attachment.__init__

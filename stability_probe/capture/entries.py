@@ -30,7 +30,7 @@ from stability_probe.capture.adapters import (
     xformers,
 )
 from stability_probe.capture.adapters.entry_point import EntryPoint
-from stability_probe.capture.functions import AttentionMode, Listener, Seen
+from stability_probe.capture.functions import AttentionMode
 from stability_probe.capture.rebinding import (
     Held,
     Holder,
@@ -39,6 +39,7 @@ from stability_probe.capture.rebinding import (
     in_modules,
     original_of,
 )
+from stability_probe.capture.seen import Listener, Seen
 from stability_probe.capture.segments import UnsupportedCallError
 
 ENTRY_POINTS: tuple[EntryPoint, ...] = (

@@ -20,7 +20,7 @@ from torch import Tensor
 from stability_probe.capture.adapters.aten import rows_of
 from stability_probe.capture.adapters.flash_attn import settings_of
 from stability_probe.capture.adapters.kernel_call import packed_sequences, whole_sequences
-from stability_probe.capture.functions import Seen
+from stability_probe.capture.seen import Seen
 from stability_probe.capture.segments import places
 
 _MOST_NODES = 1000  # of one module's forward

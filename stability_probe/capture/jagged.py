@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stability_probe.capture.functions import Seen
+from stability_probe.capture.seen import Seen
 from stability_probe.capture.segments import UnsupportedCallError, between, places
 
 

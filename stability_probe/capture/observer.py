@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import has_side_effect
 
-from stability_probe.capture.functions import Seen
 from stability_probe.capture.recompute import Recomputations
 from stability_probe.capture.scope import Admission, Frame
+from stability_probe.capture.seen import Seen
 from stability_probe.capture.sites import ROOT, named_modules
 
 

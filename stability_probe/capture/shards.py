@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stability_probe.capture.layout import UnsupportedCallError, batch_and_heads
 
 if TYPE_CHECKING:
-    from stability_probe.capture.functions import Seen
+    from stability_probe.capture.seen import Seen
 
 
 @dataclass(frozen=True, slots=True)

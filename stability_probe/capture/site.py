@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from torch import nn
 
-from stability_probe.capture.functions import Seen
 from stability_probe.capture.jagged import packed, values_of
 from stability_probe.capture.layout import canonical
 from stability_probe.capture.scope import Admission, Frame
+from stability_probe.capture.seen import Seen
 from stability_probe.capture.shards import HeadShare, local_part, share_of
 from stability_probe.capture.sites import head_count, identity, soft_cap
 from stability_probe.capture.verify import Verification, verify

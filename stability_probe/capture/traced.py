@@ -24,11 +24,12 @@ from torch.overrides import TorchFunctionMode, redispatch_function
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stability_probe.capture import families as f
-from stability_probe.capture.functions import AttentionMode, Seen
+from stability_probe.capture.functions import AttentionMode
 from stability_probe.capture.kernels import KERNELS
+from stability_probe.capture.ledger import Weights
 from stability_probe.capture.observer import OPERATOR, Sighting, written
-from stability_probe.capture.provenance import Weights
 from stability_probe.capture.scope import Admission, Frame
+from stability_probe.capture.seen import Seen
 
 MULTI_HEAD = F.multi_head_attention_forward
 _AS_TORCH: dict[Any, Any] = {  # what Python's operators mean to the eager seam

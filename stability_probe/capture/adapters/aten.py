@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stability_probe.capture.functions import Seen
+from stability_probe.capture.seen import Seen
 
 
 def read(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Seen:

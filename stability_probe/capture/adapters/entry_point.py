@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stability_probe.capture.functions import Seen
+from stability_probe.capture.seen import Seen
 
 Reader = Callable[[Mapping[str, Any], Any], Seen]  # (arguments by name, result) -> Seen
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from stability_probe.capture.adapters.entry_point import EntryPoint
-from stability_probe.capture.functions import Seen
+from stability_probe.capture.seen import Seen
 
 
 def read(arguments: Mapping[str, Any], result: Any) -> Seen:

@@ -20,7 +20,7 @@ from stability_probe.capture.adapters.kernel_call import (
     refuse,
     whole_sequences,
 )
-from stability_probe.capture.functions import Seen
+from stability_probe.capture.seen import Seen
 from stability_probe.capture.segments import places
 
 

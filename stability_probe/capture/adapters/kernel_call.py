@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stability_probe.capture.functions import Seen
+from stability_probe.capture.seen import Seen
 from stability_probe.capture.segments import (
     Places,
     UnsupportedCallError,

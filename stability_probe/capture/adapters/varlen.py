@@ -15,7 +15,7 @@ from stability_probe.capture.adapters.kernel_call import (
     packed_sequences,
     refuse,
 )
-from stability_probe.capture.functions import Seen
+from stability_probe.capture.seen import Seen
 from stability_probe.capture.segments import places
 
 _NOT_READ = {

@@ -18,7 +18,7 @@ from stability_probe.capture.adapters.kernel_call import (
     packed_sequences,
     whole_sequences,
 )
-from stability_probe.capture.functions import Seen
+from stability_probe.capture.seen import Seen
 from stability_probe.capture.segments import UnsupportedCallError, places
 
 # class -> (window, whether the last query stands at the last key); None: the object's own window
