@@ -27,6 +27,7 @@ from stability_probe.capture.functions import AttentionMode
 from stability_probe.capture.gradients import Gradients
 from stability_probe.capture.graph import read_graph
 from stability_probe.capture.hooks import BeginHook, EndHook, EnterHook, LeaveHook
+from stability_probe.capture.late import WhenImported
 from stability_probe.capture.layout import UnsupportedCallError
 from stability_probe.capture.registry import Registry
 from stability_probe.capture.scope import Admission, Frame
@@ -83,10 +84,7 @@ class Attachment:
         self._forward = _Forward()
         self.compiled = compiled
         self._seam: CompiledSeam | None = None
-        if compiled:
-            from stability_probe.capture import compiled as seam  # imports the compiler: slow
-
-            self._seam = seam.open_seam(self, model)
+        self._compiler = WhenImported("torch._dynamo", self._open_seam) if compiled else None
         self.discover()
         watch_entries(self._mode, self, model)
 
@@ -142,6 +140,15 @@ class Attachment:
                 self._model.register_forward_hook(EndHook(self), always_call=True),
             ]
 
+    def _open_seam(self) -> None:
+        """Gets ready for compiled graphs."""
+        try:
+            from stability_probe.capture import compiled as seam
+
+            self._seam = seam.open_seam(self, self._model)
+        except Exception as error:
+            self.fault(None, error)
+
     def refresh(self) -> None:
         """Call it between steps."""
         if self._seam is not None:
@@ -163,6 +170,8 @@ class Attachment:
     def close(self) -> None:
         """Removes all hooks and modes. Safe to call twice."""
         self._unhook()
+        if self._compiler is not None:
+            self._compiler.cancel()
         if self._seam is not None:
             from stability_probe.capture import compiled as seam
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -438,3 +441,35 @@ def test_hugging_face_models(name: str, attention: str) -> None:
     watched = train(lambda: hugging_face(name, attention), whole("aot_eager"))
     assert_nothing_changed(bare, watched)
     assert_same_numbers(watched, train(lambda: hugging_face(name, attention), None))
+
+
+LATE = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+import stability_probe as sp
+from tiny_models import Attention, Model, loss_of, tokens
+
+torch.manual_seed(0)
+model = Model(Attention())
+with sp.watch(model, strict=True) as probe:
+    loss_of(model, tokens()).backward()
+    probe.step()
+    assert "torch._dynamo" not in sys.modules
+    with sp.watch(Model(Attention())):  # one that ends before anything is compiled
+        pass
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        loss_of(compiled, tokens()).backward()
+        probe.step()
+    frame = probe.frame()
+    assert not probe.alerts, probe.alerts
+assert frame["step"].unique().tolist() == [1, 2, 3], frame
+assert not [f for f in sys.meta_path if type(f).__module__.startswith("stability_probe")]
+"""
+
+
+def test_the_compiler_is_imported_by_the_run_alone_and_its_graphs_are_seen() -> None:
+    code = LATE.format(tests=str(Path(__file__).parents[1]))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -55,7 +55,7 @@ def test_a_wrong_log_sum_exp_fails_the_check() -> None:
         return seen
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stability_probe.capture.adapters.aten.read", shifted)
+        patch.setattr("stability_probe.capture.functions.read_kernel", shifted)
         _, report, _ = seen_by(model, torch.randn(2, 10, 32))
     assert report.verified == "no"
     assert "rebuilt lse differs" in report.reason
