@@ -41,6 +41,7 @@ from stability_probe.capture.rebinding import (
 )
 from stability_probe.capture.seen import Listener, Seen
 from stability_probe.capture.segments import UnsupportedCallError
+from stability_probe.modes import unobserved
 
 ENTRY_POINTS: tuple[EntryPoint, ...] = (
     *flex.ENTRY_POINTS,
@@ -88,7 +89,7 @@ def watch_entries(mode: AttentionMode, listener: Listener, model: nn.Module) -> 
     with _BOARD.lock:
         _BOARD.watchers.append(_Watcher(mode, listener))
         _take_in()
-        _replace(in_model(model))
+        _replace(in_model(model, _BOARD.replaced))
 
 
 def look_for_entries() -> None:
@@ -126,7 +127,7 @@ def _take_in() -> None:
             _replace([(holder, function)])
             new = True
     if new:
-        _replace(in_modules())
+        _replace(in_modules(_BOARD.replaced))
 
 
 def _replace(held: Iterable[Held]) -> None:
@@ -145,7 +146,7 @@ def _replace(held: Iterable[Held]) -> None:
 def _restore() -> None:
     originals = {id(r.wrapper): r.original for r in _BOARD.replaced.values()}
     held = [(holder, holder.get()) for holder in _BOARD.holders]
-    for holder, function in (*held, *in_modules()):  # names that were bound meanwhile too
+    for holder, function in (*held, *in_modules(originals)):  # names that were bound meanwhile too
         if id(function) in originals:
             holder.put(originals[id(function)])
     _BOARD.replaced.clear()
@@ -200,7 +201,8 @@ def _report(
 ) -> None:
     path = watcher.mode.scope.path
     try:
-        with torch.no_grad(), torch.autocast(_device_type(result), enabled=False):
+        device = _device_type(result)
+        with unobserved(), torch.no_grad(), torch.autocast(device, enabled=False):
             try:
                 seen = entry.read(_arguments(signature, *call), result)
             except UnsupportedCallError as unsupported:

@@ -197,10 +197,11 @@ class AttentionMode(TorchFunctionMode):
         self, scores: Tensor, dim: int, record: Scores | None, weights: Tensor
     ) -> Seen:
         heads, path = self._local.heads, self.scope.path
-        if record is None:
+        if record is None or dim not in record.axes:
             scores, weights = scores.movedim(dim, -1), weights.movedim(dim, -1)
-            return Seen(seam="softmax", path=path, scores=scores, weights=weights,
-                        dtype=scores.dtype, heads=heads, descends=False)  # fmt: skip
+            at = path if record is None else _common(record.path, path)
+            return Seen(seam="softmax", path=at, scores=scores, weights=weights,
+                        dtype=scores.dtype, heads=heads, descends=record is not None)  # fmt: skip
         (query, key), keys = record.axes, record.k.shape[-2]
         q, k = record.q, record.k
         factors = record.factors or ()

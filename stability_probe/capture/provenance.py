@@ -115,9 +115,10 @@ def _stay_weights(func: Any, before: Tensor, others: list[Any], out: Tensor) -> 
 
     A router's weights that scale hidden states give hidden states, and so does a sum with them.
     """
-    if func in f.ADD | f.SUBTRACT:
-        return not any(isinstance(o, Tensor) and o.numel() >= before.numel() for o in others)
-    return func not in f.EXP | f.SUM | f.TANH | f.CAT and out.numel() <= before.numel()
+    if func in f.EXP | f.SUM | f.TANH | f.CAT or out.numel() > before.numel():
+        return False
+    full = any(isinstance(o, Tensor) and o.numel() >= before.numel() for o in others)
+    return not (full and func in f.ADD | f.SUBTRACT)
 
 
 def _by_hand(
@@ -152,11 +153,10 @@ def _by_hand(
 
 def _mixed(record: Scores, before: Tensor, out: Tensor) -> Scores | None:
     """Heads mixed with each other ("talking heads"): scores still, of no q and k in particular."""
-    stays = out.dim() == before.dim() and all(
-        out.shape[axis] == before.shape[axis] for axis in record.axes
-    )
-    last = out.dim() == 4 and before.shape != out.shape and -1 in record.axes
-    return record.lost() if stays and not last else None
+    if out.dim() != before.dim() or min(record.axes) < -out.dim() or -1 in record.axes:
+        return None if out.shape != before.shape else record.lost()
+    stays = all(out.shape[axis] == before.shape[axis] for axis in record.axes)
+    return record.lost() if stays else None
 
 
 def _with_sink(
@@ -186,7 +186,7 @@ def _follow_scores(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     out: Tensor,
-) -> Scores:
+) -> Scores | None:
     other = others[0] if others else None
     if func in f.SAME:
         return record
@@ -218,6 +218,8 @@ def _follow_scores(
         return _reshaped(record, before, out)
     if func in f.PERMUTE:
         return _permuted(func, record, before, args, kwargs)
+    if out.dim() != before.dim():
+        return None  # which axes are the query's and the key's is not known any more
     return record.blurred() if out.shape == before.shape else record.lost()
 
 
@@ -280,7 +282,7 @@ def _reshaped(record: Scores, before: Tensor, out: Tensor) -> Scores:
         or out.shape[-2:] != before.shape[-2:]
         or out.numel() != before.numel()
     ):
-        return record.lost()
+        return replace(record.lost(), axes=(-2, -1))
     old, lead = before.shape, out.shape[:-2]
 
     def mask(m: Tensor) -> Tensor:

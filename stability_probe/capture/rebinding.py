@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ class Holder:
 
 
 Held = tuple[Holder, Any]
+_FORMS = (types.FunctionType, functools.partial)
 
 
 def defined(module: str, name: str) -> Holder | None:
@@ -48,24 +49,29 @@ def defined(module: str, name: str) -> Holder | None:
     return Holder(owner, attribute)
 
 
-def in_modules() -> Iterator[Held]:
-    """Every name of every imported module with what it holds, and the entries of registries."""
+def in_modules(wanted: Container[int]) -> Iterator[Held]:
+    """Every name of every imported module, and every entry of the registries, that holds one.
+
+    Args:
+        wanted: the `id`s of functions; a compiled or partial form of one counts too.
+    """
     for name, module in list(sys.modules.items()):
         if isinstance(module, types.ModuleType) and not name.startswith(_LEFT_ALONE):
-            yield from _held(module)
-    yield from _registries()
+            yield from _held(module, wanted)
+    for registry in _registries():
+        yield from _held(registry, wanted)
 
 
-def in_model(model: nn.Module) -> Iterator[Held]:
-    """The attributes of a model's modules and of their classes."""
+def in_model(model: nn.Module, wanted: Container[int]) -> Iterator[Held]:
+    """The attributes of a model's modules and of their classes that hold one, likewise."""
     classes: dict[type, None] = {}
     for module in model.modules():
-        yield from _held(module)
+        yield from _held(module, wanted)
         for kind in type(module).__mro__:
             if not kind.__module__.startswith(("torch.", "builtins")):
                 classes[kind] = None
     for kind in classes:
-        yield from _held(kind)
+        yield from _held(kind, wanted)
 
 
 def original_of(function: Any) -> Any:
@@ -77,7 +83,7 @@ def original_of(function: Any) -> Any:
     return None
 
 
-def _registries() -> Iterator[Held]:
+def _registries() -> Iterator[dict[str, Any]]:
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None:
         return
@@ -88,11 +94,16 @@ def _registries() -> Iterator[Held]:
         getattr(shared, "_local_mapping", None),
     ):
         if isinstance(registry, dict):
-            yield from _held(registry)
+            yield registry
 
 
-def _held(owner: Any) -> list[Held]:
-    return [(Holder(owner, key), value) for key, value in list(_space(owner).items())]
+def _held(owner: Any, wanted: Container[int]) -> list[Held]:
+    """A process holds hundreds of thousands of names: no more than a look-up for each."""
+    return [
+        (Holder(owner, key), value)
+        for key, value in list(_space(owner).items())
+        if id(value) in wanted or (type(value) in _FORMS and id(original_of(value)) in wanted)
+    ]
 
 
 def _space(owner: Any) -> Any:
