@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BATCH, LENGTH = 2, 16
+from .overrides import BATCH, INPUTS, LENGTH
+
 
 
 class Facts:
@@ -144,9 +145,15 @@ def known_inputs(model: nn.Module, facts: Facts) -> dict[str, Any]:
         torch.randn(BATCH, channels, samples) if channels else torch.randn(BATCH, samples)
     )
     size = facts.get("hidden_size", "d_model", "n_embd", default=32)
+    if facts.get("num_mel_bins") and facts.get("max_length", "spectrogram_length"):
+        made["input_values"] = torch.randn(
+            BATCH, facts.get("max_length", "spectrogram_length"), facts.get("num_mel_bins")
+        )
+    made["query_embeds"] = torch.randn(BATCH, 4, size if isinstance(size, int) else 32)
     made["bbox"] = torch.zeros(BATCH, LENGTH, 4, dtype=torch.long) + torch.tensor([1, 2, 5, 9])
     made["inputs_embeds"] = torch.randn(BATCH, LENGTH, size if isinstance(size, int) else 32)
-    return {name: value for name, value in made.items() if name in wants}
+    made |= INPUTS.get(facts.config.model_type, lambda _: {})(facts)
+    return {name: value for name, value in made.items() if name in wants and value is not None}
 
 
 def with_labels(model: nn.Module, inputs: dict[str, Any], facts: Facts, kind: str) -> dict[str, Any]:
@@ -176,7 +183,7 @@ def variants(model: nn.Module, config: Any, kind: str) -> Iterator[tuple[str, di
     multimodal = _with_image_tokens(model, facts, everything)
     if multimodal is not None:
         yield "text and image", with_labels(model, multimodal, facts, kind)
-    few = {"inputs_embeds", "bbox"}
+    few = {"inputs_embeds"}
     fed = {n: v for n, v in everything.items() if n not in few or n in needed}
     text = any(n in fed for n in ("input_ids",))
     if not (text and facts.get("image_token_id", "image_token_index") is not None):

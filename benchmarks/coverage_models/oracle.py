@@ -32,7 +32,7 @@ _SOFTMAX = ("_softmax", "_safe_softmax")
 _PRODUCTS = ("bmm", "baddbmm")
 _REDUCES = {
     "mm", "addmm", "sum", "mean", "topk", "max", "amax", "argmax", "gather", "index", "sort",
-    "embedding", "convolution", "cumsum", "any", "all", "eq", "ge", "gt", "le", "lt", "ne",
+    "embedding", "cumsum", "any", "all", "eq", "ge", "gt", "le", "lt", "ne",
     "multinomial", "logsumexp", "_log_softmax", "zeros_like", "ones_like", "empty_like",
     "new_zeros", "new_empty", "full_like", "nonzero", "_local_scalar_dense", "scatter", "one_hot",
 }  # fmt: skip
@@ -59,7 +59,8 @@ class Oracle(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self._names = {id(m): n or "(root)" for n, m in model.named_modules()}
+        self._model = model
+        self._names: dict[int, str] = {}
         self._path: list[str] = []
         self._pending: dict[int, tuple[Call, tuple[str, ...]]] = {}  # by storage
         self._alive: list[Tensor] = []  # so that no storage's address is used twice
@@ -67,6 +68,7 @@ class Oracle(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Hooks every module, so that calls know where they are, and turns the mode on."""
+        self._name()
         handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -80,7 +82,12 @@ class Oracle(TorchDispatchMode):
             self._alive.clear()
             self._pending.clear()
 
+    def _name(self) -> None:
+        self._names = {id(m): n or "(root)" for n, m in self._model.named_modules()}
+
     def _enter(self, module: nn.Module, _: object) -> None:
+        if id(module) not in self._names:
+            self._name()  # some models replace modules while they run
         self._path.append(self._names.get(id(module), "?"))
 
     def _leave(self, *_: object) -> None:

@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-CONFIG: dict[str, dict[str, Any]] = {}
+import torch
+
+BATCH, LENGTH = 2, 16
+
+_SERIES = {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2, 3],
+           "num_time_features": 1}  # fmt: skip
+
+CONFIG: dict[str, dict[str, Any]] = {
+    "autoformer": {**_SERIES, "moving_average": 3},
+    "informer": _SERIES,
+    "time_series_transformer": _SERIES,
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    "bamba": {"attn_layer_indices": [1]},
+    "cvt": {"depth": [1, 1, 2]},
+    "chameleon": {"vocabulary_map": {"<image>": 8, "IMGIMGA": 9}},
+}
+
+INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "bros": lambda facts: {"bbox": torch.rand(BATCH, LENGTH, 8)},
+    "clap": lambda facts: {
+        "input_features": torch.randn(BATCH, 1, 256, 64), "is_longer": torch.zeros(BATCH, 1, dtype=torch.bool),
+    },
+    "blip_2_qformer": lambda facts: {"attention_mask": None},
+    "clvp": lambda facts: {"input_features": torch.randn(BATCH, facts.get("feature_size"), 32)},
+}
 
 
 def applied(model_type: str, config: dict[str, Any]) -> dict[str, Any]:

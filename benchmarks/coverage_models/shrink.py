@@ -18,7 +18,7 @@ IMAGE = 224  # the largest image side in pixels
 WINDOW = 8  # a sliding window shorter than the sequences that are fed
 
 _WIDTH = re.compile(
-    r"(hidden|intermediate|embed\w*|embd|inner|ffn|mlp|proj\w*|head|latent|kv|output|out|model|"
+    r"(^in|_in|stem|mid|hidden|intermediate|embed\w*|embd|inner|ffn|mlp|proj\w*|head|latent|kv|output|out|model|"
     r"state|feature|conv|codebook|expert|lora|rnn|attention|attn|pooler|text|vision|audio|"
     r"encoder|decoder|joint|bottleneck|quantization|hidden_dimension|fpn|memory|adapter|residual|"
     r"per_layer_input)_?(size|dim|dims|sizes|dimension|width|channels|rank|ratio_dim)s?$"
@@ -27,12 +27,13 @@ _WIDTH = re.compile(
     r"kv_channels|upsample_initial_channel|width_list|backbone_channel_list|num_channels_list|"
     r"embed_dim_per_stage|encoder_in_channels|decoder_in_channels|neck_hidden_sizes|"
     r"fusion_hidden_size|embedding_size|query_pre_attn_scalar|in_channels_list|"
-    r"mamba_headdim|head_dim|linear_\w+_dim|conv_kernel_dim|tdnn_dim|out_features_dim|"
+    r"mamba_headdim|head_dim|mamba_d_head|mamba_d_ssm|mamba_head_dim|mamba_dt_rank|time_step_rank|"
+    r"d_conv_out|attention_hidden_size|hidden_channels|linear_\w+_dim|conv_kernel_dim|tdnn_dim|out_features_dim|"
     r"moe_intermediate_size|mask_input_channels|iou_head_hidden_dim|vocab_embed_dim|ssm_\w*dim)$"
 )
 _NOT_WIDTH = re.compile(
-    r"vocab|image|patch|kernel|window|codebook_size|chunk|pool_size|tile|context|in_channels$|"
-    r"num_channels$|audio_channels|stride|grid|block_size|position|conv_kernel|cache|max_\w*size|"
+    r"vocab|image|patch|kernel|window|codebook_size|chunk|pool_size|tile|context|"
+    r"stride|grid|block_size|position|conv_kernel|cache|max_\w*size|"
     r"pos_emb|batch|segment|bucket|sample|crop|box_dim|beam|query_length|mel"
 )
 _LAYERS = re.compile(
@@ -44,18 +45,32 @@ _NOT_LAYERS = re.compile(
     r"feat_extract|shared|dense_layers|residual|lstm|adapter|nextn|feature_layers|window_layers|"
     r"deconv|conv_layers|hash|kv_shared|resnet|postnet|prenet|wavenet|flow|upsample"
 )
+_INDICES = re.compile(
+    r"^(global_attn_indexes|deepstack_visual_indexes|fullatt_block_indexes|backbone_out_indices|"
+    r"extract_layers|out_indices|full_attn_layers|kda_layers|deepstack_visual_layers)$"
+)
+_GROUPS = re.compile(r"num_groups$|_groups$|^groups$|group_norm_size$|norm_num_groups$")
 _PER_LAYER = re.compile(r"layer_types|mlp_layer_types|indexer_types|layer|block|attn|attention|rope")
 _DEPTHS = re.compile(r"^(depths|blocks_per_stage|stage_num_blocks|num_blocks|stage_numb_of_layers)$")
 _EXPERTS = re.compile(r"experts?$|^num_local_experts$|^moe_num_experts$")
 _NOT_EXPERTS = re.compile(r"shared|zero|per_tok|top|null|frequency")
 _CHOSEN = re.compile(r"experts_per_tok(en)?$|^(moe_)?(top_?k|k)$|moe_topk|num_selected_experts|router_top_k")
-_VOCABULARY = re.compile(r"(^|_)(vocab_size|vocabulary_size|n_words|n_tokens)(_\w+)?$|^num_embeddings$")
+_VOCABULARY = re.compile(r"(^|_)(vocab_size|vocabulary_size|n_words|n_tokens)(_\w+)?$|^num_embeddings$|_vocab$")
 _TOKEN = re.compile(r"(token_ids?|token_index|_token)$")
 _POSITIONS = re.compile(
     r"max_(\w*_)?(position\w*|seq\w*_?len\w*|source_positions|target_positions|length)$|"
     r"^(n_positions|n_ctx|seq_length|max_seq_len|model_max_length|original_max_position_embeddings)$"
 )
 _IMAGES = re.compile(r"(^|_)(image_size|img_size|image_sizes|image_embedding_size)$")
+
+
+SMALL_EFFICIENTNET = {"width_coefficient": 1.0, "depth_coefficient": 0.3, "image_size": 64,
+                      "hidden_dim": 1280}  # fmt: skip
+SMALL_RESNET = {  # instead of a backbone of timm, whose weights would have to be fetched
+    "model_type": "resnet", "embedding_size": 16, "hidden_sizes": [16, 16, 32, 32],
+    "depths": [1, 1, 1, 1], "layer_type": "basic",
+    "out_features": ["stage1", "stage2", "stage3", "stage4"],
+}  # fmt: skip
 
 
 @dataclass
@@ -71,10 +86,21 @@ class Shrinker:
 
     def config(self, d: dict[str, Any]) -> dict[str, Any]:
         """The dictionary with every number made small; nested dictionaries too."""
+        if "width_coefficient" in d:  # EfficientNet rounds its widths, and one is in its code
+            return {**d, **SMALL_EFFICIENTNET}
         kept, depth = self._kept_layers(d)
         out: dict[str, Any] = {}
         for key, value in d.items():
-            if isinstance(value, dict):
+            if key in ("stage_names", "out_features") and depth:
+                continue  # follow from the layers
+            if depth and _INDICES.search(key) and _is_indices(value):
+                out[key] = _fewer_indices(value, len(kept), key == "out_indices")
+            elif key == "per_layer_config" and isinstance(value, dict):
+                by_layer = {int(i): self.config(v) for i, v in value.items()}
+                out[key] = {new: by_layer[i] for new, i in enumerate(kept) if i in by_layer}
+            elif isinstance(value, dict) and value.get("model_type") == "timm_backbone":
+                out[key] = SMALL_RESNET
+            elif isinstance(value, dict):
                 out[key] = self.config(value) if _is_config(key, value) else self._rope(value)
             elif isinstance(value, list | tuple) and depth and len(value) == depth and (
                 _PER_LAYER.search(key)
@@ -116,6 +142,8 @@ class Shrinker:
             (lambda k: _EXPERTS.search(k) and not _NOT_EXPERTS.search(k), lambda v: min(v, 8)),
             (lambda k: k in ("n_group", "topk_group"), lambda v: min(v, 1)),
             (lambda k: k == "first_k_dense_replace", lambda v: min(v, 1)),
+            (lambda k: k in ("num_queries", "num_denoising"), lambda v: min(v, 10)),
+            (_GROUPS.search, lambda v: v if v <= 2 else max(1, v // (8 if self.fixed else self.divisor))),
             (_POSITIONS.search, lambda v: min(v, POSITIONS)),
             (lambda k: k in ("sliding_window", "sliding_window_size"), lambda v: min(v, WINDOW)),
             (_IMAGES.search, lambda v: v // self.image_divisor),
@@ -145,11 +173,26 @@ class Shrinker:
             v for k, v in d.items()
             if isinstance(v, list | tuple) and depth and len(v) == depth and _PER_LAYER.search(k)
         ]  # fmt: skip
-        kinds = [str([x[i] for x in lists]) for i in range(depth)] if lists else []
-        firsts = sorted({kinds.index(kind) for kind in kinds})[:6]
+        own = {int(i): str(v) for i, v in (d.get("per_layer_config") or {}).items()}
+        kinds = [str([x[i] for x in lists]) + own.get(i, "") for i in range(depth)]
+        firsts = sorted({kinds.index(kind) for kind in kinds})[:6] if lists or own else []
+        wanted = max([self.layers, *(len(v) for k, v in d.items()
+                      if _INDICES.search(k) and _is_indices(v))])  # fmt: skip
         extra = [i for i in range(depth) if i not in firsts]
-        kept = sorted(firsts + extra[: max(0, self.layers - len(firsts))])
+        kept = sorted(firsts + extra[: max(0, wanted - len(firsts))])
         return (kept, depth) if depth else (list(range(self.layers)), 0)
+
+
+def _is_indices(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(i, int) for i in value)
+
+
+def _fewer_indices(value: list[int], layers: int, from_one: bool) -> list[int]:
+    """Layer numbers of a deep model as those of a shallow one; the last ones, in their order."""
+    if max(value) < layers + from_one:
+        return value
+    ranks = {index: rank for rank, index in enumerate(sorted(set(value)))}
+    return [layers - len(ranks) + ranks[index] + from_one for index in value]
 
 
 def _give_sections(config: dict[str, Any]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from .case import CannotBuildError, Case, copied, seed
 from .inputs import parameters, variants
 from .shrink import IMAGE, Shrinker
 
+transformers.logging.set_verbosity_error()
+
 MAX_PARAMETERS = 40_000_000
 
 # The mappings whose models have a loss of their own, the likeliest to be trained first.
@@ -30,7 +32,7 @@ TASKS = {
 }  # fmt: skip
 
 
-def model_types() -> list[str]:
+def names() -> list[str]:
     """Every model type of the base mapping."""
     return list(modeling_auto.MODEL_MAPPING_NAMES)
 
@@ -96,9 +98,9 @@ def attempts(model_type: str) -> list[Shrinker]:
 
 def _image_divisor(size: int) -> int:
     """The smallest number that makes the image small and leaves it whole patches."""
-    fits = (d for d in range(1, size + 1)
-            if size % d == 0 and size // d <= IMAGE and not (size // d % 14 and size // d % 16))  # fmt: skip
-    return next(fits, 1) if size > IMAGE else 1
+    whole = [d for d in range(1, size + 1) if size % d == 0 and 64 <= size // d <= IMAGE]
+    fits = [d for d in whole if not (size // d % 14 and size // d % 16)]
+    return next(iter([*fits, *whole]), 1) if size > IMAGE else 1
 
 
 def _largest_image(config: Any) -> int:
@@ -126,7 +128,7 @@ def _case(model_type: str, name: str, kind: str, shrinker: Shrinker) -> Case:
     if not found:
         raise CannotBuildError("no inputs are known for it")
     fed, inputs = found[0]
-    return Case(model_type, implementation, name, make, inputs, fed)
+    return Case(model_type, implementation, name, make, inputs, fed, has_dropout(model))
 
 
 def _runnable(model: nn.Module, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -164,7 +166,14 @@ def _again(case: Case, implementation: str) -> Case:
     make = case.make
     return Case(case.name, implementation, case.model_class,
                 lambda dropout: make(dropout, implementation),  # type: ignore[call-arg]
-                case.inputs, case.fed)  # fmt: skip
+                case.inputs, case.fed, case.has_dropout)  # fmt: skip
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether anything in the model or its configuration drops at random."""
+    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
+        return True
+    return re.search(r"drop\w*': (0\.0*[1-9]|0\.[1-9])", str(model.config.to_dict())) is not None
 
 
 def without_dropout(config: Any) -> None:

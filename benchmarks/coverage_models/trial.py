@@ -38,6 +38,7 @@ class Result:
     calls: int = 0  # attention calls of the last step, says the oracle
     calls_seen: int = 0  # and the probe
     sites: int = 0
+    with_qk: int = 0  # sites where q and k are known, and not only the scores
     verified: int = 0
     worst_error: float = 0.0  # largest absolute difference, without dropout
     identical: bool = False
@@ -80,7 +81,7 @@ def run(case: Case) -> Result:
     _entropies(result, calls, probe)
     without = probe
     if case.has_dropout:
-        _, without = _watched(case, dropout=False, steps=1)
+        _, without = _watched(case, dropout=False, steps=2)
     _checks(result, without)
     operational = [a for p in (probe, without) for a in p.alerts if a.origin is Origin.OPERATIONAL]
     result.alerts = list(dict.fromkeys(f"{a.rule}: {a.layer}: {a.message}" for a in operational))
@@ -190,6 +191,7 @@ def same_branch(one: str, two: str) -> bool:
 
 def _checks(result: Result, probe: sp.Probe) -> None:
     reports = [r for r in probe.coverage if r.seam]
+    result.with_qk = sum(r.sees == "qk" for r in reports)
     result.verified = sum(r.verified != "no" for r in reports)
     result.worst_error = max((r.error for r in reports if r.error is not None), default=0.0)
     for r in reports:

@@ -1,0 +1,2 @@
+"""x"""
+def names(): return []
