@@ -6,11 +6,17 @@ import platform
 from importlib import metadata
 
 from stability_probe.plan import Plan
-from stability_probe.records import LayerInfo, RunHeader
+from stability_probe.records import LayerInfo, RunHeader, SiteReport
 from stability_probe.stats.catalogue import CATALOGUE
 
 
-def run_header(layers: tuple[LayerInfo, ...], plan: Plan, *, created: float) -> RunHeader:
+def run_header(
+    layers: tuple[LayerInfo, ...],
+    plan: Plan,
+    *,
+    created: float,
+    coverage: tuple[SiteReport, ...] = (),
+) -> RunHeader:
     """The header of a run with these layers, created at so many seconds since the epoch."""
     return RunHeader(
         created=created,
@@ -25,4 +31,5 @@ def run_header(layers: tuple[LayerInfo, ...], plan: Plan, *, created: float) -> 
             "python": platform.python_version(),
         },
         plan=str(plan),
+        coverage=coverage,
     )

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stability_probe.capture import Attachment
-from stability_probe.records import Alert, Origin, Severity, SiteReport
+from stability_probe.records import Alert, Origin, Severity
 
 DISCOVERY_STEPS = 3  # a layer that is skipped at random shows within a few steps
+REPLACED_STEPS = 10  # so often are the model's modules compared with the ones that are watched
 SILENT_STEPS = 20  # a site without a call for so long is blind, or was replaced
 
 
@@ -25,7 +26,7 @@ class Lookout:
 
     def after_step(self, step: int) -> list[Alert]:
         """The operational alerts that a step gives rise to; ends discovery when it is done."""
-        return [*self._faults(step), *self._blindness(step)]
+        return [*self._faults(step), *self._unreadable(step), *self._blindness(step)]
 
     def _faults(self, step: int) -> Iterator[Alert]:
         faults, self._attachment.faults = self._attachment.faults, []
@@ -40,11 +41,27 @@ class Lookout:
                 "Please report it, with the layer's code if you can.",
             )
 
+    def _unreadable(self, step: int) -> Iterator[Alert]:
+        for site in self._attachment.sites.values():
+            if site.unreadable and (key := f"{site.name}: unreadable") not in self._told:
+                self._told.add(key)
+                yield _operational(
+                    step,
+                    "blind",
+                    Severity.WARNING,
+                    site.name,
+                    f"A call of {site.name} ({site.kind}) cannot be read: {site.unreadable}. "
+                    "Such calls are not watched.",
+                    "Train with plain tensors, or watch the rest; see probe.coverage.",
+                )
+
     def _blindness(self, step: int) -> Iterator[Alert]:
         if self._attachment.discovering:
             yield from self._while_discovering(step)
         else:
             yield from self._silent_sites(step)
+            if step % REPLACED_STEPS == 0:
+                yield from self._replaced(step)
 
     def _while_discovering(self, step: int) -> Iterator[Alert]:
         if not self._attachment.forwards:
@@ -76,6 +93,7 @@ class Lookout:
                     "see probe.coverage.",
                 )
         yield from self._unverified(step)
+        yield from self._uncapped(step)
 
     def _nothing_seen(self, step: int, candidates: int) -> Alert:
         return _operational(
@@ -83,9 +101,11 @@ class Lookout:
             "blind",
             Severity.WARNING,
             None,
-            f"No attention call was seen in {self._discovery_steps} steps of training, though "
-            f"{candidates} modules look like attention; nothing is watched.",
-            "A compiled module or a kernel of its own hides its calls; see probe.coverage.",
+            f"No attention call was seen in {self._discovery_steps} steps of training; "
+            f"{candidates} modules look like attention. Nothing is watched.",
+            "A compiled module or a kernel of its own hides its calls; see probe.coverage."
+            if candidates
+            else "Watch a model that attends; this one may hold no attention at all.",
         )
 
     def _no_forward(self, step: int) -> Alert:
@@ -113,9 +133,8 @@ class Lookout:
             if site.name not in self._told:
                 self._told.add(site.name)
                 module = site.module()
-                mode = "gone (replaced?)" if module is None else (
-                    "in train mode" if module.training else "in eval mode"
-                )  # fmt: skip
+                training = module is not None and module.training
+                mode = "in train mode" if training else "in eval mode"
                 yield _operational(
                     step,
                     "blind",
@@ -123,11 +142,33 @@ class Lookout:
                     site.name,
                     f"{site.name} ({site.kind}, {mode}) gave no attention call for "
                     f"{SILENT_STEPS} steps; its numbers have stopped.",
-                    "Call model.train() if it is to train; a replaced module is looked for now.",
+                    "Call model.train() if it is to train.",
                 )
-                self._discovery_steps = 0
-                self._attachment.discover()
+                self._look_again()
         self._told -= {s.name for s in self._attachment.sites.values() if s not in silent}
+
+    def _replaced(self, step: int) -> Iterator[Alert]:
+        for layer, (old, new) in self._attachment.replaced().items():
+            if (key := f"{layer}: {old} by {new}") in self._told:
+                continue
+            self._told.add(key)
+            if not new:
+                self._attachment.sites[layer].disabled = "no part of the model any more"
+            yield _operational(
+                step,
+                "blind",
+                Severity.WARNING,
+                layer,
+                f"{layer} ({old}) was replaced by a {new}; its attention is looked for now."
+                if new
+                else f"{layer} ({old}) is no part of the model any more; its numbers end.",
+                "Watch the model after its modules are in place.",
+            )
+            self._look_again()
+
+    def _look_again(self) -> None:
+        self._discovery_steps = 0
+        self._attachment.discover()
 
     def _unverified(self, step: int) -> Iterator[Alert]:
         for report in self._attachment.report():
@@ -141,17 +182,23 @@ class Lookout:
                     "Treat its alerts with care; please report it, with the layer's code.",
                 )
 
-
-def coverage_text(reports: tuple[SiteReport, ...]) -> str:
-    """The coverage table as lines of plain text, one a site."""
-    lines = []
-    for r in reports:
-        seen = f"{r.seam}, {r.heads} heads, {r.sees}" if r.seam else "NOT SEEN"
-        checked = f"verified against {r.verified}, error {r.error:.0e}" if r.verified != "no" else (
-            f"not verified: {r.reason}" if r.seam else r.reason
-        )  # fmt: skip
-        lines.append(f"{r.layer} ({r.module}): {seen}; {checked}")
-    return "\n".join(lines)
+    def _uncapped(self, step: int) -> Iterator[Alert]:
+        """One alert for the whole model: it is one setting that is wrong."""
+        sites = [site for site in self._attachment.sites.values() if site.cap_missed]
+        if not sites or "soft-cap" in self._told:
+            return
+        self._told.add("soft-cap")
+        first = sites[0]
+        more = f" and {len(sites) - 1} more layers" if len(sites) > 1 else ""
+        yield _operational(
+            step,
+            "soft_cap_missing",
+            Severity.WARNING,
+            first.name,
+            f"{first.name}{more} asks for a soft-cap of {first.declared_cap} on its logits, and "
+            f"the kernel ({first.seam}) did not get one: the model trains without it.",
+            "Use an attention implementation that applies it, such as eager or flex attention.",
+        )
 
 
 def _operational(

@@ -17,7 +17,7 @@ from stability_probe.alerts.rule import Rule
 from stability_probe.capture import attach
 from stability_probe.errors import ProbeClosedError
 from stability_probe.header import run_header
-from stability_probe.lookout import Lookout, coverage_text
+from stability_probe.lookout import Lookout
 from stability_probe.meter import Meter
 from stability_probe.monitor import Monitor
 from stability_probe.plan import Plan
@@ -37,6 +37,7 @@ from stability_probe.sinks import Sink
 from stability_probe.sinks.console import ConsoleSink
 from stability_probe.sinks.guard import GuardedSinks
 from stability_probe.sinks.tensorboard import TensorBoardSink
+from stability_probe.views.coverage import coverage_text
 from stability_probe.waiting import Scalar, WaitingStep, copied, is_trouble
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ class Probe:
         self._attachment.close()
         try:
             self._flush(wait=True)
+            self._emit_header()  # with what the coverage table has come to
         except Exception as error:
             self._fault("writing the last steps", error)
         self._sinks.close()
@@ -323,8 +325,13 @@ class Probe:
         if self._attachment.discovering or layers == self._announced:
             return
         self._announced = layers
-        self._sinks.emit(run_header(layers, self._plan, created=self._created))
-        _LOG.info("coverage:\n%s", coverage_text(self.coverage))
+        _LOG.info("coverage:\n%s", coverage_text(self._emit_header()))
+
+    def _emit_header(self) -> tuple[SiteReport, ...]:
+        """Writes the run's header; returns the coverage table that it holds."""
+        coverage, layers = self.coverage, self._layers()
+        self._sinks.emit(run_header(layers, self._plan, created=self._created, coverage=coverage))
+        return coverage
 
     def _layers(self) -> tuple[LayerInfo, ...]:
         sites = self._attachment.sites

@@ -223,6 +223,23 @@ class LayerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class SiteReport:
+    """One line of the coverage table: what the probe sees of one module, and how well."""
+
+    layer: str
+    module: str  # the module's class
+    seam: str = ""  # empty: gave nothing
+    heads: int = 0
+    sees: str = ""  # "qk": q and k are known; "scores": only they are; "scores, qk": both, apart
+    calls: int = 0
+    attends: str = ""  # "self", "cross", "mixed" (some inputs shared); empty: not known
+    key_heads: int = 0  # fewer than `heads` where query heads share keys
+    verified: str = "no"  # "output", "reissued", "weights" (what was compared), or "no"
+    error: float | None = None  # largest difference of the rebuilt rows, relative
+    reason: str = ""  # why not seen or not verified
+
+
+@dataclass(frozen=True, slots=True)
 class RunHeader:
     """What a reader must know before it reads a run's records."""
 
@@ -232,18 +249,4 @@ class RunHeader:
     statistics: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # name -> unit, ...
     versions: Mapping[str, str] = field(default_factory=dict)
     plan: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SiteReport:
-    """One line of the coverage table: what the probe sees of one module, and how well."""
-
-    layer: str
-    module: str  # the module's class
-    seam: str = ""  # empty: gave nothing
-    heads: int = 0
-    sees: str = ""  # "qk" where q and k are known, "scores" where only the scores are
-    calls: int = 0
-    verified: str = "no"  # "output", "reissued", "weights" (what was compared), or "no"
-    error: float | None = None  # largest absolute difference of the rebuilt rows
-    reason: str = ""  # why not seen or not verified
+    coverage: tuple[SiteReport, ...] = ()

@@ -33,12 +33,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "waiting": {"records", "meter", "transfer"},
     "probe": {
         "records", "errors", "plan", "header", "waiting", "meter", "capture", "lookout",
-        "monitor", "alerts", "runlog", "sinks",
+        "monitor", "alerts", "runlog", "sinks", "views",
     },
     "remedies": {"errors"},
     "demo": {"__init__", "records", "errors", "remedies", "runlog", "probe", "plan", "views",
              "stats.catalogue"},
-    "cli": {"demo", "errors"},
+    "cli": {"demo", "errors", "runlog", "views"},
     "__init__": {
         "records", "errors", "plan", "probe", "replaying", "runlog", "stats",
     },
@@ -56,6 +56,7 @@ WITHOUT_TORCH = [
     "stability_probe.replaying",
     "stability_probe.sinks.tensorboard",
     "stability_probe.stats.catalogue",
+    "stability_probe.views.coverage",
     "stability_probe.views.plots",
 ]
 

@@ -108,6 +108,32 @@ def with_bias(q: Tensor, k: Tensor) -> Tensor:
     return filled(q @ k.mT * scale(q) + distance * slopes)
 
 
+def with_clamp(q: Tensor, k: Tensor) -> Tensor:
+    return filled((q @ k.mT * scale(q)).clamp(-5e4, 5e4))
+
+
+def with_mT(q: Tensor, k: Tensor) -> Tensor:
+    return filled((k @ q.mT).mT * scale(q))
+
+
+def with_late_transpose(q: Tensor, k: Tensor) -> Tensor:
+    t = q.shape[-2]
+    scores = torch.einsum("bhid,bhjd->bhji", q, k) * scale(q)
+    scores = scores + torch.zeros(t, t).masked_fill(hidden(t).T, -1e5)
+    return scores.transpose(-1, -2)
+
+
+def by_hand(scores: Tensor) -> Tensor:
+    exponentials = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return exponentials / exponentials.sum(-1, keepdim=True)
+
+
+def by_hand_in_place(scores: Tensor) -> Tensor:
+    exponentials = (scores - scores.max(dim=-1, keepdim=True).values).exp()
+    total = exponentials.sum(dim=-1, keepdim=True)
+    return exponentials.div(total)
+
+
 def plain(q: Tensor, k: Tensor) -> Tensor:
     return filled(q @ k.mT * scale(q))
 
@@ -135,6 +161,16 @@ PRODUCTS = {
     "shift": with_shift,
     "temperature": with_temperature,
     "bias": with_bias,
+    "clamp": with_clamp,
+    "mT": with_mT,
+    "late transpose": with_late_transpose,
+    "log_softmax": plain,
+    "Tensor.log_softmax": plain,
+    "log_softmax, setitem": with_setitem,
+    "by hand": plain,
+    "by hand, div": plain,
+    "by hand, clamp": with_clamp,
+    "by hand, bias": with_bias,
 }
 SOFTMAXES = {
     "F.softmax": lambda s: F.softmax(s, dim=-1),
@@ -142,6 +178,13 @@ SOFTMAXES = {
     "special.softmax": lambda s: torch.special.softmax(s, -1),
     "aten.softmax": lambda s: torch.ops.aten.softmax.int(s, -1),
     "nn.Softmax": lambda s: s,
+    "log_softmax": lambda s: F.log_softmax(s, dim=-1).exp(),
+    "Tensor.log_softmax": lambda s: torch.exp(s.log_softmax(-1)),
+    "log_softmax, setitem": lambda s: F.log_softmax(s, dim=-1).exp(),
+    "by hand": by_hand,
+    "by hand, div": by_hand_in_place,
+    "by hand, clamp": by_hand,
+    "by hand, bias": by_hand,
 }
 
 

@@ -9,8 +9,8 @@ would switch off that layer's fast path in evaluation, and with it change number
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
-import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -23,16 +23,17 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from stability_probe.capture.chunks import Calls
 from stability_probe.capture.functions import AttentionMode, Seen
-from stability_probe.capture.hooks import BeginHook, EnterHook, LeaveHook, is_live
+from stability_probe.capture.hooks import BeginHook, EndHook, EnterHook, LeaveHook, is_live
 from stability_probe.capture.layout import UnsupportedCallError
 from stability_probe.capture.scope import Admission, Frame
 from stability_probe.capture.site import Site, call_of
 from stability_probe.capture.sites import (
+    ROOT,
     attention_is_possible,
     candidates,
-    canonical_name,
-    head_count,
+    named_modules,
 )
 from stability_probe.errors import AlreadyWatchedError, EvalModeError, NoAttentionError
 from stability_probe.records import AttentionCall, SiteReport
@@ -70,8 +71,11 @@ class Attachment:
         self._mode = AttentionMode(self)
         self._handles: list[RemovableHandle] = []
         self._names: dict[int, str] = {}
+        self._strangers: set[int] = set()  # modules outside the model, by identity
+        self._ran: set[str] = set()  # modules whose forward began in training
         self._lock = threading.Lock()
         self._discovering = False
+        self._forward = _Forward()
         self.discover()
 
     # Hooks
@@ -79,7 +83,7 @@ class Attachment:
     def discover(self) -> None:
         """Follows every module until `settle`, to find the sites."""
         self._unhook()
-        self._names = {id(m): canonical_name(n) for n, m in self._model.named_modules()}
+        self._name_modules()
         self._discovering = True
         self._hook_globally()
 
@@ -103,7 +107,15 @@ class Attachment:
         if self._names or self._is_shy(self._model):
             self._hook_globally()
         else:
-            self._handles.append(self._model.register_forward_pre_hook(BeginHook(self)))
+            self._handles += [
+                self._model.register_forward_pre_hook(BeginHook(self), prepend=True),
+                self._model.register_forward_hook(EndHook(self), always_call=True),
+            ]
+
+    def _name_modules(self) -> None:
+        """The names of all modules, by their identity; one under two names has the first."""
+        named = named_modules(self._model)
+        self._names = {id(module): name for name, module in reversed(named.items())}
 
     @property
     def discovering(self) -> bool:
@@ -138,6 +150,13 @@ class Attachment:
             handle.remove()
         self._handles.clear()
 
+    def _is_part(self, module: nn.Module) -> bool:
+        """Whether a module without a name belongs to the model; asked once of each stranger."""
+        if id(module) in self._strangers or not self._forward.open:
+            return False
+        self._strangers.add(id(module))
+        return any(module is part for part in self._model.modules())
+
     def _is_shy(self, module: nn.Module) -> bool:
         """Whether a hook on the module would switch off a fast path of nn.TransformerEncoder."""
         return any(
@@ -154,16 +173,28 @@ class Attachment:
             return
         if module is self._model:
             self.begin()
+        if self._discovering and id(module) not in self._names and self._is_part(module):
+            self._name_modules()  # it was put in place during this forward
         if (name := self._names.get(id(module))) is not None:
             self.enter(name, module, args, {})
 
     def _global_leave(self, module: nn.Module, *_: object) -> None:
-        if not torch.compiler.is_compiling() and (name := self._names.get(id(module))):
+        if torch.compiler.is_compiling():
+            return
+        if name := self._names.get(id(module)):
             self.leave(name, module)
+        if module is self._model:
+            self.end()
 
     def begin(self) -> None:
         """The watched model's forward begins: nothing can be open on this thread."""
         self.heal()
+        self._forward.calls.forget()
+        self._forward.open = True
+
+    def end(self) -> None:
+        """The watched model's forward ended: later calls of its parts are calls of their own."""
+        self._forward.open = False
 
     def enter(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -171,20 +202,25 @@ class Attachment:
         """A hooked module's forward begins."""
         try:
             frame = self._mode.scope.enter(name, module, args, kwargs)
+            site = self.sites.get(name)
             if frame.admission is Admission.RECOMPUTE:
                 self._receiver.confirm(name)
             elif frame.looking:
                 self.forwards += 1
+                self._ran.add(name)
             elif not module.training:
                 self.refused_in_eval += 1
-            if (site := self.sites.get(name)) is not None:
-                site.calls_in_forward = 0
+            if not self._forward.open:
+                self._forward.calls.forget(name)
+            if site is not None and not site.attends and frame.looking:
+                self._mode.label(frame, args, kwargs)
         except Exception as error:
             self.fault(None, error)
 
     def leave(self, name: str, module: nn.Module) -> None:
         """A hooked module's forward ended."""
         self._mode.scope.leave(module)
+        self._mode.unlabel(module)
         if not self._mode.scope.frames:
             self._mode.clear()
 
@@ -200,14 +236,16 @@ class Attachment:
             if not seen.descends:
                 return None  # may be a router; `values` decides
             site = self._new_site(frame)
+        if site.module() is not frame.module:
+            site.adopt(frame.module)
         if site.disabled or not (seen.descends or site.plain_softmax):
             return None
         try:
-            call = call_of(site, frame, seen, with_input=self._receiver.measuring)
+            call = self._placed(site, frame, seen)
         except UnsupportedCallError as unsupported:
-            self._disable(site, f"this call cannot be read: {unsupported}")
-            return None
-        site.note(call, step=self.step)
+            site.unreadable = site.unreadable or str(unsupported)
+            return None  # the next call of the site may be another kind of call
+        site.note(call, seen, step=self.step)
         if site.verification is None and self._receiver.measuring:
             site.verify(call, seen)
         self._receiver.call(call)
@@ -215,6 +253,14 @@ class Attachment:
             call, q_BHQD=None, k_BGKD=None, scores_BHQK=None, input_rms=None,
             masks=(), v_BGKE=None, output_BHQE=None,
         )  # fmt: skip
+
+    def _placed(self, site: Site, frame: Frame, seen: Seen) -> AttentionCall:
+        """The call with its index among those of this forward; a chunk has that of the first."""
+        matrix = seen.q if seen.q is not None else seen.scores
+        queries = 0 if matrix is None else matrix.shape[-2]
+        index, counted = self._forward.calls.place(site.name, seen.chunk, queries=queries)
+        call = call_of(site, frame, seen, index=index, with_input=self._receiver.measuring)
+        return dataclasses.replace(call, sequences=0) if counted else call
 
     def values(
         self, token: object | None, path: tuple[Frame, ...], v: Tensor, output: Tensor
@@ -243,8 +289,8 @@ class Attachment:
 
     def _new_site(self, frame: Frame) -> Site:
         with self._lock:
-            site = Site(frame.name, len(self.sites), weakref.ref(frame.module),
-                        type(frame.module).__name__, head_count(frame.module))  # fmt: skip
+            site = Site(frame.name, len(self.sites))
+            site.adopt(frame.module)
             return self.sites.setdefault(frame.name, site)
 
     def _disable(self, site: Site, why: str) -> None:
@@ -253,7 +299,31 @@ class Attachment:
 
     # What is seen, and what is not
 
+    def replaced(self) -> dict[str, tuple[str, str]]:
+        """Sites whose module the model does not hold any more: {name: (old, new class)}.
+
+        The new class is empty where nothing has taken the place.
+        """
+        now = named_modules(self._model)
+        twins = {id(module) for module in self._model.modules()}  # one module under two names
+        return {
+            site.name: (site.kind, type(now[site.name]).__name__ if site.name in now else "")
+            for site in self.sites.values()
+            if id(site.module()) not in twins
+        }
+
     def unseen(self) -> dict[str, str]:
+        """Modules that look like attention, ran, and gave nothing: {name: class}.
+
+        One whose forward never began is no blindness, except where a compiler hides forwards.
+        """
+        return {
+            name: kind
+            for name, kind in self._silent().items()
+            if name in self._ran or _compiler_is_used()
+        }
+
+    def _silent(self) -> dict[str, str]:
         """Modules that look like attention and gave nothing: {name: class}."""
         sites = list(self.sites)
         return {
@@ -265,11 +335,32 @@ class Attachment:
     def report(self) -> tuple[SiteReport, ...]:
         """The coverage table: every site, then every candidate that gave nothing."""
         seen = [site.report() for site in sorted(self.sites.values(), key=lambda s: s.index)]
-        why = "no forward in training yet" if not self.forwards else "gave no attention call"
-        return (*seen, *(SiteReport(n, kind, reason=why) for n, kind in self.unseen().items()))
+        silent = self._silent().items()
+        return (*seen, *(SiteReport(n, kind, reason=self._why_silent(n)) for n, kind in silent))
+
+    def _why_silent(self, name: str) -> str:
+        if name in self._ran:
+            return "gave no attention call"
+        return "its forward never ran" if self.forwards else "no forward in training yet"
+
+
+class _Forward(threading.local):
+    """One thread's forward of the watched model: whether it is open, and its calls so far."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.calls = Calls()
+
+
+def _compiler_is_used() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
 
 
 def _same_branch(one: str, two: str) -> bool:
+    if ROOT in (one, two):
+        return True
     return one == two or one.startswith(f"{two}.") or two.startswith(f"{one}.")
 
 
@@ -278,9 +369,9 @@ def _watched_at(model: nn.Module) -> str | None:
     everywhere = _global_forward_pre_hooks.values()
     owners = [getattr(hook, "__self__", None) for hook in everywhere]
     followed = {i for o in owners if isinstance(o, Attachment) for i in o.followed}
-    for name, module in model.named_modules():
+    for name, module in named_modules(model).items():
         if id(module) in followed or any(map(is_live, module._forward_pre_hooks.values())):
-            return canonical_name(name)
+            return name
     return None
 
 

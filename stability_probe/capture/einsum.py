@@ -20,12 +20,10 @@ def einsum_operands(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, tuple[int, i
     if len(names) != 2 or len(operands) != 2:
         return None
     contracted = [c for c in names[0] if c in names[1] and c not in right]
-    own = [[c for c in a if c not in b] for a, b in (names, reversed(names))]
-    if len(contracted) != 1 or len(own[0]) != 1 or len(own[1]) != 1:
+    own = [[c for c in right if c in a and c not in b] for a, b in (names, reversed(names))]
+    if len(contracted) != 1 or not own[0] or not own[1]:
         return None
-    (width,), first, second = contracted, own[0][0], own[1][0]
-    if first not in right or second not in right:
-        return None
+    (width,), first, second = contracted, own[0][-1], own[1][-1]  # others are groups of heads
     pairs = [(operands[0], names[0], first), (operands[1], names[1], second)]
     pairs.sort(key=lambda pair: right.index(pair[2]))
     batch = [c for c in right if c not in (first, second)]

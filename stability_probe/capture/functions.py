@@ -16,20 +16,21 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, redispatch_function
 
+from stability_probe.capture import families as f
 from stability_probe.capture import provenance
-from stability_probe.capture.provenance import Ledger, Scores, Weights
+from stability_probe.capture.chunks import Chunk, chunk_of
+from stability_probe.capture.origins import Origins
+from stability_probe.capture.provenance import (
+    Ledger,
+    LogWeights,
+    Normalised,
+    Scores,
+    Weights,
+)
 from stability_probe.capture.scope import Frame, Scope
-
-SDPA = {
-    F.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention.default,
-}
-_SOFTMAX, _PRODUCT, _FOLLOW = provenance.SOFTMAX, provenance.PRODUCT, provenance.FOLLOWED
-_WATCHED = SDPA | _SOFTMAX | _PRODUCT | _FOLLOW | provenance.DROPOUT
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -57,7 +58,10 @@ class Seen:
     dtype: torch.dtype = torch.float32
     heads: int | None = None  # where the caller said so
     pre_scaled: bool = False
+    exact: bool = True  # q, k, scale, soft-cap and masks give the scores; else q and k are raw
     descends: bool = True  # from a product q k^T; a softmax that does not may be a router
+    chunk: Chunk | None = None  # where q and k lie, to merge calls that are parts of one
+    attends: str = ""  # "self", "cross", "mixed"; empty: not known
 
 
 class Listener(Protocol):
@@ -87,6 +91,17 @@ class AttentionMode(TorchFunctionMode):
     def clear(self) -> None:
         """Forgets the tensors of the forward that ended; call it when no frame is left."""
         self._local.ledger.clear()
+        self._local.origins = None
+
+    def label(self, frame: Frame, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Follows the inputs of a module through its forward, one module at a time."""
+        if self._local.origins is None:
+            self._local.origins = Origins(frame.module, args, kwargs)
+
+    def unlabel(self, module: nn.Module) -> None:
+        """Ends what `label` began."""
+        if self._local.origins is not None and self._local.origins.module is module:
+            self._local.origins = None
 
     def __torch_function__(
         self,
@@ -99,7 +114,8 @@ class AttentionMode(TorchFunctionMode):
         if func is F.multi_head_attention_forward and not torch.compiler.is_compiling():
             return self._through_multi_head(func, types, args, kwargs)
         out = func(*args, **kwargs)
-        if func in _WATCHED and isinstance(out, Tensor) and not torch.compiler.is_compiling():
+        labelling = self._local.origins is not None
+        if (func in f.WATCHED or labelling) and not torch.compiler.is_compiling():
             try:
                 self._read(func, args, kwargs, out)
             except Exception as error:
@@ -119,26 +135,30 @@ class AttentionMode(TorchFunctionMode):
             self._local.heads = before
 
     def _read(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object
     ) -> None:
         frame = self.scope.current
         if frame is None or not frame.looking:
             return
+        if self._local.origins is not None:
+            self._local.origins.follow(func, args, kwargs, out)
+        if func in f.SET:
+            self._local.ledger.written(args[0])
+        if func not in f.WATCHED or not isinstance(out, Tensor):
+            return
         with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
-            if func in SDPA:
+            if func in f.SDPA:
                 self._listener.attention(self._sdpa(args, kwargs, out))
-            elif func in _SOFTMAX:
-                self._softmax(args, kwargs, out)
-            elif func in _PRODUCT:
+            elif func in f.SOFTMAX or func in f.LOG_SOFTMAX:
+                self._softmax(func, args, kwargs, out)
+            elif func in f.PRODUCT:
                 self._product(func, args, kwargs, out)
             else:
-                ledger = self._local.ledger
-                record = provenance.follow(func, args, kwargs, out, ledger)
-                if record is not None:
-                    ledger.put(out, record)
+                self._follow(func, args, kwargs, out)
 
     def _sdpa(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> Seen:
         given = dict(zip(_SDPA_ARGUMENTS, args, strict=False)) | dict(kwargs)
+        real_q, real_k = given["query"], given["key"]
         q, k, v = (given[name].detach().to(out.dtype) for name in ("query", "key", "value"))
         mask, scale = given.get("attn_mask"), given.get("scale")
         return Seen(
@@ -154,62 +174,95 @@ class AttentionMode(TorchFunctionMode):
             dropout=float(given.get("dropout_p", 0.0)),
             dtype=out.dtype,
             heads=self._local.heads,
+            chunk=chunk_of(real_q, real_k),
+            attends=self._attends(real_q, real_k),
         )
 
-    def _softmax(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> None:
+    def _attends(self, q: Tensor, k: Tensor) -> str:
+        return "" if self._local.origins is None else self._local.origins.attends(q, k)
+
+    def _softmax(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor
+    ) -> None:
         scores = args[0] if args else kwargs["input"]
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         if not isinstance(dim, int) or scores.dim() < 2:
             return
+        dim = dim if dim < 0 else dim - scores.dim()
         record = self._local.ledger.get(scores)
         record = record if isinstance(record, Scores) else None
-        seen = self._seen_softmax(scores.detach(), dim, record, out.detach())
+        if func in f.SOFTMAX:
+            self._weigh(scores.detach(), dim, record, out)
+        elif scores.is_floating_point():
+            level = torch.logsumexp(scores.detach(), dim, keepdim=True)
+            self._local.ledger.put(out, LogWeights(record, dim, level))
+
+    def _follow(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor
+    ) -> None:
+        ledger = self._local.ledger
+        record = provenance.follow(func, args, kwargs, out, ledger)
+        if isinstance(record, Normalised):
+            scores = out.detach().log() + record.level
+            self._weigh(scores, record.dim, record.scores, out)
+        elif record is not None:
+            ledger.put(out, record)
+
+    def _weigh(self, scores: Tensor, dim: int, record: Scores | None, weights: Tensor) -> None:
+        """Attention weights were made from scores."""
+        seen = self._seen_softmax(scores, dim, record, weights.detach())
         token = self._listener.attention(seen)
-        self._local.ledger.put(out, Weights(seen.path, token, seen.heads))
+        self._local.ledger.put(weights, Weights(seen.path, token, seen.heads))
 
     def _seen_softmax(
         self, scores: Tensor, dim: int, record: Scores | None, weights: Tensor
     ) -> Seen:
-        dim = dim if dim < 0 else dim - scores.dim()
         heads, path = self._local.heads, self.scope.path
         if record is None:
             scores, weights = scores.movedim(dim, -1), weights.movedim(dim, -1)
             return Seen(seam="softmax", path=path, scores=scores, weights=weights,
                         dtype=scores.dtype, heads=heads, descends=False)  # fmt: skip
-        query, key = record.axes
+        (query, key), keys = record.axes, record.k.shape[-2]
         q, k = record.q, record.k
         if dim == query:
-            (q, k), (query, key) = (k, q), (key, query)
+            (q, k), (query, key), keys = (k, q), (key, query), q.shape[-2]
+        layout = ((query, key), (-2, -1))
+        if record.sink is not None:
+            start = int(record.sink_first)
+            scores, weights = (x.narrow(key, start, keys) for x in (scores, weights))
+        for shift in record.shifts:
+            if (constant := shift()) is not None:
+                scores = scores + constant
         masks = [mask() for mask in record.masks]
-        usable = (
-            record.exact
-            and record.fresh
-            and dim == key
-            and record.tanh == (record.softcap is not None)
-            and all(mask is not None for mask in masks)
-        )
-        layout = ((query, dim), (-2, -1))
+        traced = record.fresh and dim == key and record.tanh == (record.softcap is not None)
+        exact = traced and record.exact and all(mask is not None for mask in masks)
         seen = Seen(
             seam="softmax",
             path=_common(record.path, path),
             scores=scores.movedim(*layout),
             weights=weights.movedim(*layout),
+            sink=None if record.sink is None else record.sink.movedim(*layout),
             dtype=record.dtype,
             heads=heads,
             pre_scaled=heads is not None,  # nn.MultiheadAttention scales q before the product
+            attends=self._attends(q, k),
         )
-        if not usable:
+        if not exact and not (traced and record.raw and record.softcap is None):
             return seen
         return replace(
             seen,
-            q=q,
-            k=k,
+            exact=exact,
+            q=q.detach(),
+            k=k.detach(),
             scale=record.scale,
-            softcap=record.softcap,
+            softcap=record.softcap if exact else None,
+            chunk=chunk_of(q, k),
             masks=tuple(
                 m.detach().expand(scores.shape).movedim(*layout) for m in masks if m is not None
-            ),
-            scores=None if record.shifted else seen.scores,  # softmax ignores the shift
+            )
+            if exact
+            else (),
+            scores=None if exact and record.shifts else seen.scores,
         )
 
     def _product(
@@ -217,6 +270,7 @@ class AttentionMode(TorchFunctionMode):
     ) -> None:
         ledger = self._local.ledger
         tensors = args[1] if func is torch.einsum and len(args) == 2 else args
+        tensors = [*tensors, *kwargs.values()]
         weights = next((r for a in tensors if isinstance(r := ledger.get(a), Weights)), None)
         if weights is not None:
             v = next(
@@ -240,6 +294,7 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.heads: int | None = None
+        self.origins: Origins | None = None  # only while a site's inputs are followed
 
 
 def _common(one: tuple[Frame, ...], two: tuple[Frame, ...]) -> tuple[Frame, ...]:

@@ -27,6 +27,9 @@ class Boundary(Protocol):
     def begin(self) -> None:
         """The watched model's own forward begins."""
 
+    def end(self) -> None:
+        """The watched model's own forward ended, with or without an exception."""
+
 
 class InertHook:
     """Does nothing: what a copy of a watched model carries."""
@@ -83,6 +86,18 @@ class BeginHook(_CopiesInert):
             self.boundary.begin()
 
 
+class EndHook(_CopiesInert):
+    """The watched model's own forward hook; also runs after an exception."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        self.boundary = boundary
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        """Lets later calls of the model's parts be told apart from those inside it."""
+        if not torch.compiler.is_compiling():
+            self.boundary.end()
+
+
 def is_live(hook: object) -> bool:
     """Whether a registered hook belongs to a probe that still watches."""
-    return isinstance(hook, EnterHook | LeaveHook | BeginHook)
+    return isinstance(hook, EnterHook | LeaveHook | BeginHook | EndHook)

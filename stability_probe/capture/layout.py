@@ -88,6 +88,7 @@ def _from_softmax(seen: Seen, heads: int | None) -> dict[str, Any]:
         "k_BGKD": None if seen.k is None else _as_rows(seen.k, lead, (b, h)),
         "scores_BHQK": None if seen.scores is None else seen.scores.reshape(b, h, rows, keys),
         "masks": tuple(_mask(m, matrix.shape, (b, h)) for m in seen.masks),
+        "sink_BHQ1": None if seen.sink is None else _sink(seen.sink, lead, (b, h)),
         "scale": scale,
     }
 
@@ -106,6 +107,11 @@ def _mask(mask: Tensor, scores_shape: tuple[int, ...], batch_heads: tuple[int, i
     if mask.dim() <= 2:
         return mask
     return mask.expand(scores_shape).reshape(*batch_heads, *scores_shape[-2:])
+
+
+def _sink(sink: Tensor, lead: torch.Size, batch_heads: tuple[int, int]) -> Tensor:
+    """A column of logits, laid out as the scores are, as [B, H, Q or 1, 1]."""
+    return sink.expand(*lead, *sink.shape[-2:]).reshape(*batch_heads, *sink.shape[-2:])
 
 
 def _local(tensor: Tensor | None) -> Tensor | None:

@@ -2,8 +2,9 @@
 
 The softmax's input alone gives the exact scores. Its history gives q and k, the scale, the
 soft-cap and the masks, so that the largest logit before bias and cap is known too. Each
-operation maps one `Scores` record to the next; an operation that is not understood clears
-`exact`, and the input of softmax is then all that is used.
+operation maps one record to the next. An operation that is not understood clears `exact`, and
+the scores are then taken from the input of softmax; one that may have changed the scale of
+q k^T also clears `raw`, and q and k are then not used at all.
 
 Shape suffixes: as in `stability_probe.records`; `...` stands for any leading dimensions.
 """
@@ -16,26 +17,29 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stability_probe.capture import families as f
 from stability_probe.capture.einsum import einsum_operands
 from stability_probe.capture.scope import Frame
 
 MASKING_BIAS = -9e3  # an additive value at or below it masks: -1e4 rounded to bfloat16 is -9984
+
+Reference = Callable[[], Tensor | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
     """What is known of a tensor that descends from q k^T.
 
-    The tensor is ``softcap(scale * q k^T) + masks`` where `exact`; without the soft-cap's
-    final factor while `tanh` is set and `softcap` is None.
+    The tensor is ``softcap(scale * q k^T) + masks - shifts`` where `exact`, with the columns of
+    `sink` beside it; without the soft-cap's final factor while `tanh` is set and `softcap` is
+    None.
     """
 
-    q: Tensor  # [..., Q, D]
-    k: Tensor  # [..., K, D]
+    q: Tensor  # [..., Q, D], as the model has it
+    k: Tensor  # [..., K, D], likewise
     versions: tuple[int, int]  # of q and k when they were multiplied
     dtype: torch.dtype  # in which the product was formed
     path: tuple[Frame, ...]  # where in the model it was formed
@@ -43,14 +47,25 @@ class Scores:
     scale: float | Tensor = 1.0
     tanh: bool = False
     softcap: float | None = None
-    masks: tuple[Callable[[], Tensor | None], ...] = ()  # references, in the tensor's own layout
+    masks: tuple[Reference, ...] = ()  # in the tensor's own layout
+    shifts: tuple[Reference, ...] = ()  # constants of a row, subtracted: softmax ignores them
+    sink: Tensor | None = None  # one more column, of logits without a key
+    sink_first: bool = False
     exact: bool = True
-    shifted: bool = False  # a row constant was subtracted, which softmax ignores
+    raw: bool = True  # `scale * q k^T` are the products before soft-cap and bias
 
     @property
     def fresh(self) -> bool:
         """Whether q and k still hold what was multiplied."""
         return (self.q._version, self.k._version) == self.versions
+
+    def blurred(self) -> Scores:
+        """The same after an operation that is not followed."""
+        return replace(self, exact=False)
+
+    def lost(self) -> Scores:
+        """The same after an operation that may have scaled or reordered the products."""
+        return replace(self, exact=False, raw=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +77,40 @@ class Weights:
     heads: int | None
 
 
-Record = Scores | Weights
+@dataclass(frozen=True, slots=True, eq=False)
+class LogWeights:
+    """The output of a log-softmax: attention weights, once they are exponentiated."""
+
+    scores: Scores | None
+    dim: int  # negative
+    level: Tensor  # [..., 1], what the log-softmax subtracted from each row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exponentials:
+    """exp of scores: attention weights, once they are divided by their sums."""
+
+    scores: Scores
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Total:
+    """The sums of exponentials over an axis that was kept."""
+
+    of: Exponentials
+    dim: int  # negative
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Normalised:
+    """Attention weights that no softmax has made. They are never kept: the mode reports them."""
+
+    scores: Scores | None
+    dim: int
+    level: Tensor  # log of the weights plus it is the tensor that the weights are a softmax of
+
+
+Record = Scores | Weights | LogWeights | Exponentials | Total
 
 
 class Ledger:
@@ -77,7 +125,7 @@ class Ledger:
             return None
         record, version = self._records.get(tensor, (None, 0))  # type: ignore[no-untyped-call]
         if isinstance(record, Scores) and tensor._version != version + writes:
-            return replace(record, exact=False)  # written to in place, by who knows what
+            return record.lost()  # written to in place, by who knows what
         found: Record | None = record
         return found
 
@@ -85,44 +133,15 @@ class Ledger:
         """Notes what a tensor is."""
         self._records[tensor] = (record, tensor._version)
 
+    def written(self, tensor: Tensor) -> None:
+        """An index of the tensor was assigned to."""
+        record = self.get(tensor, writes=1)
+        if isinstance(record, Scores):
+            self.put(tensor, record.blurred())
+
     def clear(self) -> None:
         """Forgets all; called when the outermost site ends."""
         self._records = WeakIdKeyDictionary()
-
-
-def _family(*names: str) -> set[Any]:
-    """Every spelling of the named functions: torch.f, F.f, Tensor.f, f_, and the operators."""
-    homes = (torch, F, torch.Tensor, torch.special)
-    spelled = [f for name in names for f in (name, f"{name}_", f"__{name}__", f"__i{name}__")]
-    return {getattr(home, f) for home in homes for f in spelled if hasattr(home, f)}
-
-
-SOFTMAX = _family("softmax") | {
-    torch.ops.aten.softmax,
-    torch.ops.aten.softmax.int,
-    torch.ops.aten._softmax,
-    torch.ops.aten._softmax.default,
-}
-PRODUCT = _family("matmul", "bmm", "baddbmm") | {torch.Tensor.__rmatmul__, torch.einsum}
-_BADDBMM = _family("baddbmm")
-_MULTIPLY = _family("mul", "multiply") | {torch.Tensor.__rmul__}
-_DIVIDE = _family("div", "divide", "true_divide", "truediv")
-_ADD = _family("add") | {torch.Tensor.__radd__}
-_SUBTRACT = _family("sub", "subtract")
-_TANH = _family("tanh")
-_FILL = _family("masked_fill")
-_WHERE = _family("where")
-_SAME = _family(
-    "to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous", "clone"
-)
-_RESHAPE = _family(
-    "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "expand", "view_as"
-)
-_PERMUTE = _family("transpose", "permute", "swapaxes", "swapdims", "movedim")
-DROPOUT = _family("dropout", "alpha_dropout", "feature_dropout") | {torch.dropout}
-FOLLOWED = (
-    _MULTIPLY | _DIVIDE | _ADD | _SUBTRACT | _TANH | _FILL | _WHERE | _SAME | _RESHAPE | _PERMUTE
-)
 
 
 def scores_of_product(
@@ -137,20 +156,20 @@ def scores_of_product(
     A product with a parameter is a projection, a router or an output head: None.
     """
     scale: float = 1.0
-    masks: tuple[Callable[[], Tensor | None], ...] = ()
+    masks: tuple[Reference, ...] = ()
     axes = (-2, -1)
     if func is torch.einsum:
         operands = einsum_operands(args)
         if operands is None:
             return None
         q, k, axes = operands
-    elif func in _BADDBMM:
-        bias, q, k_t = args[:3]
+    elif func in f.BADDBMM:
+        bias, q, k_t = operands_of(args, kwargs, "input", "batch1", "batch2")
         beta, scale = kwargs.get("beta", 1), float(kwargs.get("alpha", 1))
         masks = (_reference(bias * beta if beta != 1 else bias, out),) if beta != 0 else ()
         k = k_t.transpose(-2, -1)
     else:
-        q, k_t = args[0], args[1] if len(args) > 1 else next(iter(kwargs.values()))
+        q, k_t = operands_of(args, kwargs, "input", ("other", "mat2"))
         if func is torch.Tensor.__rmatmul__:
             q, k_t = k_t, q
         if min(q.dim(), k_t.dim()) < 2:
@@ -159,30 +178,89 @@ def scores_of_product(
     if _is_parameter(q) or _is_parameter(k) or out.dim() < 2 or not out.is_floating_point():
         return None
     return Scores(
-        q.detach(), k.detach(), (q._version, k._version), out.dtype, path,
-        axes=axes, scale=scale, masks=masks,
-    )  # fmt: skip
+        q, k, (q._version, k._version), out.dtype, path, axes=axes, scale=scale, masks=masks
+    )
 
 
 def follow(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor, ledger: Ledger
-) -> Record | None:
+) -> Record | Normalised | None:
     """The record of `out`, an operation's result, from the records of its operands."""
-    found = next(
-        (
-            (i, record)
-            for i, a in enumerate(args)
-            if (record := ledger.get(a, writes=int(a is out))) is not None
-        ),
-        None,
-    )
-    if found is None:
+    if "input" in kwargs and not args:
+        args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
+    if "other" in kwargs and len(args) == 1:
+        args, kwargs = (*args, kwargs["other"]), {k: v for k, v in kwargs.items() if k != "other"}
+    operands = args[0] if func in f.CAT and isinstance(args[0], list | tuple) else args
+    found = [
+        (i, record)
+        for i, a in enumerate(operands)
+        if (record := ledger.get(a, writes=int(a is out))) is not None
+    ]
+    if not found:
         return None
-    position, record = found
+    position, record = found[0]
+    before = operands[position]
+    others = [a for i, a in enumerate(operands) if i != position] + list(kwargs.values())
     if isinstance(record, Weights):
         return record
-    others = [a for i, a in enumerate(args) if i != position] + list(kwargs.values())
-    return _follow_scores(func, record, args[position], others, args, kwargs, out)
+    if isinstance(record, LogWeights | Exponentials | Total):
+        return _by_hand(func, record, args, kwargs, out, ledger)
+    if func in f.CAT:
+        return _with_sink(record, operands, before, args, kwargs) if len(found) == 1 else None
+    if func in f.EXP:
+        return Exponentials(record)
+    if func in f.SUM | f.DROPOUT:
+        return None
+    return _follow_scores(func, record, before, others, args, kwargs, out)
+
+
+def _by_hand(
+    func: Any,
+    record: LogWeights | Exponentials | Total,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    out: Tensor,
+    ledger: Ledger,
+) -> Record | Normalised | None:
+    """The steps of a softmax that is written out."""
+    if func in f.SAME:
+        return record
+    if isinstance(record, LogWeights):
+        return Normalised(record.scores, record.dim, record.level) if func in f.EXP else None
+    if isinstance(record, Total):
+        return None
+    if func in f.SUM and out.dim() == args[0].dim():
+        dim = _argument(args, kwargs, 1, "dim")
+        dim = dim[0] if isinstance(dim, list | tuple) else dim
+        return Total(record, dim if dim < 0 else dim - out.dim())
+    if func in f.DIVIDE:
+        total = ledger.get(args[1])
+        if isinstance(total, Total) and total.of is record:
+            shifts = sum(s for ref in record.scores.shifts if (s := ref()) is not None)
+            scores = replace(record.scores, shifts=())
+            return Normalised(scores, total.dim, args[1].detach().log() + shifts)
+    if func in f.FILL | f.MULTIPLY:
+        return Exponentials(record.scores.blurred())
+    return None
+
+
+def _with_sink(
+    record: Scores,
+    operands: Any,
+    before: Tensor,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Scores | None:
+    """A column of logits beside the scores takes part in softmax, and has no value to weigh."""
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
+    dim = dim if dim < 0 else dim - before.dim()
+    if len(operands) != 2 or dim != record.axes[1] or record.sink is not None:
+        return None
+    first = operands[1] is before
+    column = operands[0] if first else operands[1]
+    if column.dim() != before.dim() or column.shape[dim] != 1:
+        return None
+    return replace(record, sink=column.detach(), sink_first=first)
 
 
 def _follow_scores(
@@ -195,75 +273,86 @@ def _follow_scores(
     out: Tensor,
 ) -> Scores:
     other = others[0] if others else None
-    if func in _SAME:
+    if func in f.SAME:
         return record
-    if func in _MULTIPLY or func in _DIVIDE:
-        return _scaled(record, other, func in _DIVIDE, args, before)
-    if func in _ADD and _number(kwargs.get("alpha", 1)) == 1 and isinstance(other, Tensor):
-        return replace(record, masks=(*record.masks, _reference(other, out)))
-    if func in _SUBTRACT and isinstance(other, Tensor) and args[0] is before:
+    if func in f.SUBTRACT and isinstance(other, Tensor) and args[0] is before:
         keeps = other.dim() == out.dim() and other.shape[record.axes[1]] == 1
-        return replace(record, shifted=True) if keeps else replace(record, exact=False)
-    if func in _TANH and not record.masks and not record.tanh:
+        if not keeps:
+            return record.blurred()
+        constant = other.detach()
+        return replace(record, shifts=(*record.shifts, lambda: constant))
+    if record.sink is not None:
+        return record.lost()  # what happens to the column is not followed any further
+    if func in f.MULTIPLY or func in f.DIVIDE:
+        return _scaled(record, other, func in f.DIVIDE, args, before)
+    if func in f.ADD and _number(kwargs.get("alpha", 1)) == 1 and isinstance(other, Tensor):
+        return replace(record, masks=(*record.masks, _reference(other, out)))
+    if func in f.TANH and not record.masks and not record.tanh:
         return replace(record, tanh=True)
-    if func in _FILL:
+    if func in f.FILL:
         return _filled(record, ~_argument(args, kwargs, 1, "mask"),
                        _argument(args, kwargs, 2, "value"))  # fmt: skip
-    if func in _WHERE and len(args) == 3:
+    if func in f.WHERE and len(args) == 3:
         condition, one, two = args
         if before is condition:  # Tensor.where(scores, condition, other)
             condition, one = args[1], before
         if one is before:
             return _filled(record, condition, two)
         return _filled(record, ~condition, one)
-    if func in _RESHAPE:
+    if func in f.RESHAPE:
         return _reshaped(record, before, out)
-    if func in _PERMUTE:
-        return _permuted(func, record, before, args, kwargs, out)
-    return replace(record, exact=False)
+    if func in f.PERMUTE:
+        return _permuted(func, record, before, args, kwargs)
+    return record.blurred() if out.shape == before.shape else record.lost()
 
 
 def _scaled(
     record: Scores, factor: Any, divide: bool, args: tuple[Any, ...], before: Tensor
 ) -> Scores:
     if factor is None or (divide and args[0] is not before):
-        return replace(record, exact=False)
+        return record.lost()
     if isinstance(factor, Tensor):
         if factor.dim() > 0 and (factor.dim() < 2 or factor.shape[-2:] != (1, 1)):
             if factor.numel() != 1:
-                return replace(record, exact=False)
+                return record.lost()
             factor = factor.reshape(())
         if record.tanh and factor.dim() > 0:
-            return replace(record, exact=False)
+            return record.lost()
         factor = factor.detach()
     factor = 1 / factor if divide else factor
     if record.tanh and record.softcap is None and not isinstance(factor, Tensor):
         return replace(record, softcap=float(factor), scale=record.scale * factor)
-    if record.tanh or (record.masks and isinstance(factor, Tensor) and factor.dim() > 0):
-        return replace(record, exact=False)
-    masks = tuple(_rescaled(mask, factor) for mask in record.masks)
-    return replace(record, scale=record.scale * factor, masks=masks)
+    per_head = isinstance(factor, Tensor) and factor.dim() > 0
+    if record.tanh or ((record.masks or record.shifts) and per_head):
+        return record.lost()
+    return replace(
+        record,
+        scale=record.scale * factor,
+        masks=tuple(_mapped(mask, lambda m: _times(m, factor)) for mask in record.masks),
+        shifts=tuple(_mapped(shift, lambda s: s * factor) for shift in record.shifts),
+    )
 
 
-def _rescaled(
-    mask: Callable[[], Tensor | None], factor: float | Tensor
-) -> Callable[[], Tensor | None]:
+def _times(mask: Tensor, factor: float | Tensor) -> Tensor:
     """A float mask scaled along with the scores; a bool mask as it is."""
+    return mask if mask.dtype == torch.bool else mask * factor
 
-    def scaled() -> Tensor | None:
-        tensor = mask()
-        if tensor is None or tensor.dtype == torch.bool:
-            return tensor
-        return tensor * factor
 
-    return scaled
+def _mapped(reference: Reference, change: Callable[[Tensor], Tensor]) -> Reference:
+    """The same reference, its tensor changed when it is asked for."""
+
+    def changed() -> Tensor | None:
+        tensor = reference()
+        return None if tensor is None else change(tensor)
+
+    return changed
 
 
 def _filled(record: Scores, keep: Tensor, value: Any) -> Scores:
     """A fill with a masking value drops entries; a milder one is a bias nobody can subtract."""
     number = _number(value)
     if number is not None and not number <= MASKING_BIAS:
-        return replace(record, exact=False)
+        return record.blurred()
     return replace(record, masks=(*record.masks, lambda: keep))
 
 
@@ -275,38 +364,59 @@ def _reshaped(record: Scores, before: Tensor, out: Tensor) -> Scores:
         or out.shape[-2:] != before.shape[-2:]
         or out.numel() != before.numel()
     ):
-        return replace(record, exact=False)
-    old, new = before.shape, out.shape
+        return record.lost()
+    old, lead = before.shape, out.shape[:-2]
 
-    def laid_out(mask: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
-        def reshaped() -> Tensor | None:
-            tensor = mask()
-            return None if tensor is None else tensor.expand(old).reshape(new)
+    def mask(m: Tensor) -> Tensor:
+        return m.expand(old).reshape(out.shape)
 
-        return reshaped
+    def row(s: Tensor) -> Tensor:
+        return s.expand(*old[:-1], 1).reshape(*out.shape[:-1], 1)
 
     scale = record.scale
     if isinstance(scale, Tensor) and scale.dim() > 0:
-        scale = scale.expand(*old[:-2], 1, 1).reshape(*new[:-2], 1, 1)
-    return replace(record, masks=tuple(laid_out(m) for m in record.masks), scale=scale)
+        scale = scale.expand(*old[:-2], 1, 1).reshape(*lead, 1, 1)
+    return replace(
+        record,
+        scale=scale,
+        masks=tuple(_mapped(m, mask) for m in record.masks),
+        shifts=tuple(_mapped(s, row) for s in record.shifts),
+    )
 
 
 def _permuted(
-    func: Any,
-    record: Scores,
-    before: Tensor,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    out: Tensor,
+    func: Any, record: Scores, before: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Scores:
-    """Follows the query and key axes by permuting a tensor that carries its axes' numbers."""
+    """Follows the axes by permuting a tensor whose sizes are their numbers."""
     n = before.dim()
     probe = torch.empty(tuple(range(2, n + 2)), device="meta")
-    sizes = func(probe, *args[1:], **kwargs).shape
-    axes = (sizes.index(n + record.axes[0] + 2) - n, sizes.index(n + record.axes[1] + 2) - n)
-    if record.masks or (isinstance(record.scale, Tensor) and record.scale.dim() > 0):
-        return replace(record, axes=axes, exact=False)
-    return replace(record, axes=axes)
+    sizes = [int(size) for size in func(probe, *args[1:], **kwargs).shape]
+    query, key = (sizes.index(n + axis + 2) - n for axis in record.axes)
+    lead = [size for i, size in enumerate(sizes) if i - n not in (query, key)]
+    if lead != sorted(lead) or (isinstance(record.scale, Tensor) and record.scale.dim() > 0):
+        return replace(record.lost(), axes=(query, key))
+
+    def along(tensor: Tensor) -> Tensor:
+        wide = tensor[(None,) * (n - tensor.dim())]
+        return func(wide, *args[1:], **kwargs)  # type: ignore[no-any-return]
+
+    return replace(
+        record,
+        axes=(query, key),
+        masks=tuple(_mapped(mask, along) for mask in record.masks),
+        shifts=tuple(_mapped(shift, along) for shift in record.shifts),
+    )
+
+
+def operands_of(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], *names: str | tuple[str, ...]
+) -> list[Any]:
+    """The operands of a call, wherever they were given by keyword."""
+    given = list(args)
+    for name in names[len(args) :]:
+        spelled = (name,) if isinstance(name, str) else name
+        given.append(next(kwargs[n] for n in spelled if n in kwargs))
+    return given
 
 
 def _is_parameter(tensor: Tensor) -> bool:
@@ -314,7 +424,7 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
-def _reference(tensor: Tensor, scores: Tensor) -> Callable[[], Tensor | None]:
+def _reference(tensor: Tensor, scores: Tensor) -> Reference:
     """A reference that keeps a small mask alive, and leaves one of the scores' size alone."""
     if tensor.numel() < scores.numel() or tensor._base is not None:
         return lambda: tensor

@@ -36,13 +36,15 @@ class Admission(Enum):
 def admit(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Admission:
     """Decides whether a forward of `module` may be recorded.
 
-    A forward under tracing, vmap or functorch, and an evaluation, are refused.
+    A forward under tracing, vmap or functorch, one of fake tensors (a memory estimate, say), and
+    an evaluation, are refused.
     """
     if (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.is_inference_mode_enabled()
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     ):
         return Admission.REFUSED
     if torch._C._current_graph_task_id() != -1:

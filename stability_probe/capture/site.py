@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 
 from torch import nn
 
 from stability_probe.capture.functions import Seen
 from stability_probe.capture.layout import canonical
 from stability_probe.capture.scope import Admission, Frame
+from stability_probe.capture.sites import head_count, soft_cap
 from stability_probe.capture.verify import Verification, verify
 from stability_probe.records import AttentionCall, SiteReport
+
+
+def _nothing() -> None:
+    """The reference of a site that has no module yet."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -20,27 +26,45 @@ class Site:
 
     name: str
     index: int  # in the order of the first forward
-    module: weakref.ref[nn.Module]
+    module: Callable[[], nn.Module | None] = _nothing  # a weak reference
     kind: str = ""  # its class
     heads: int | None = None  # what the module declares
     seen_heads: int = 0
     seam: str = ""
-    sees: str = ""  # "qk" or "scores"
+    sees: str = ""  # "qk", "scores", or "scores, qk" where q and k give only the raw products
+    attends: str = ""  # "self", "cross", "mixed"; empty: not known yet
+    key_heads: int = 0  # fewer than `seen_heads` under grouped-query attention
+    declared_cap: float | None = None  # the module or its config asks for a soft-cap
+    cap_missed: bool = False  # and a call did not get one
     calls: int = 0
-    calls_in_forward: int = 0
     last_step: int = 0
     verification: Verification | None = None
     unverifiable: str = ""  # why nothing could be compared
+    unreadable: str = ""  # why some of its calls cannot be read
     disabled: str = ""  # why nothing is recorded any more
     plain_softmax: bool = False  # its softmax does not descend from q k^T, yet weighs values
 
-    def note(self, call: AttentionCall, *, step: int) -> None:
+    def adopt(self, module: nn.Module) -> None:
+        """Stands for this module from now on: a first one, or one that has replaced it."""
+        self.module, self.kind = weakref.ref(module), type(module).__name__
+        self.heads, self.declared_cap = head_count(module), soft_cap(module)
+        self.attends, self.verification = "", None
+        self.unverifiable = self.unreadable = self.disabled = ""
+
+    def note(self, call: AttentionCall, seen: Seen, *, step: int) -> None:
         """Takes a call into account."""
         matrix = call.q_BHQD if call.q_BHQD is not None else call.scores_BHQK
         self.seen_heads = 0 if matrix is None else matrix.shape[1]
-        self.seam, self.sees = call.seam, "qk" if call.q_BHQD is not None else "scores"
+        self.key_heads = self.seen_heads if call.k_BGKD is None else call.k_BGKD.shape[1]
+        if call.q_BHQD is None:
+            self.sees = "scores"
+        else:
+            self.sees = "qk" if seen.exact else "scores, qk"
+        self.seam = call.seam
+        self.attends = self.attends or seen.attends
+        capped = call.softcap is not None or call.score_mod is not None
+        self.cap_missed |= self.declared_cap is not None and not capped and seen.exact
         self.calls += 1
-        self.calls_in_forward += 1
         self.last_step = step
 
     def verify(self, call: AttentionCall, seen: Seen) -> None:
@@ -48,6 +72,8 @@ class Site:
         weights = seen.weights
         if weights is not None:
             weights = weights.reshape(-1, self.seen_heads, *weights.shape[-2:])
+        if not seen.exact:
+            call = dataclasses.replace(call, q_BHQD=None, k_BGKD=None)
         try:
             self.verification = verify(call, weights, seen.dropout)
         except Exception as error:
@@ -57,7 +83,8 @@ class Site:
         """The site's line of the coverage table. Waits for the device."""
         report = SiteReport(
             self.name, self.kind, self.seam, self.seen_heads, self.sees, self.calls,
-            reason=self.disabled or self.unverifiable,
+            attends=self.attends, key_heads=self.key_heads,
+            reason=self.disabled or self.unreadable or self.unverifiable,
         )  # fmt: skip
         found = self.verification
         if found is None:
@@ -70,7 +97,7 @@ class Site:
         return dataclasses.replace(report, error=error, reason=self.disabled or reason)
 
 
-def call_of(site: Site, frame: Frame, seen: Seen, *, with_input: bool) -> AttentionCall:
+def call_of(site: Site, frame: Frame, seen: Seen, *, index: int, with_input: bool) -> AttentionCall:
     """The call as the statistics take it.
 
     Raises:
@@ -82,7 +109,7 @@ def call_of(site: Site, frame: Frame, seen: Seen, *, with_input: bool) -> Attent
     return AttentionCall(
         layer=site.name,
         layer_index=site.index,
-        call_index=site.calls_in_forward,
+        call_index=index,
         seam=seen.seam,
         causal=seen.causal,
         softcap=seen.softcap,

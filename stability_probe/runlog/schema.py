@@ -34,12 +34,13 @@ import secrets
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from stability_probe.records import LayerInfo, Level, RunHeader
+from stability_probe.records import LayerInfo, Level, RunHeader, SiteReport
 from stability_probe.runlog import values as js
 from stability_probe.stats.catalogue import CATALOGUE, HISTOGRAM_BINS
 
@@ -116,7 +117,7 @@ def stream_schema(
     fields += [pa.field(name, statistic_type(name)) for name in statistics]
     metadata = {
         VERSION_KEY: str(SCHEMA_VERSION).encode(),
-        HEADER_KEY: encode_header(header),
+        HEADER_KEY: encode_header(replace(header, coverage=())),  # that is in run.json alone
         LAYERS_KEY: js.dump({"layers": [[index, name] for index, name in layers]}),
     }
     plain = pa.schema(fields, metadata=metadata)
@@ -153,14 +154,14 @@ def decode_layers(schema: pa.Schema) -> tuple[tuple[int, str], ...]:
 
 def encode_header(header: RunHeader) -> bytes:
     """The header as JSON."""
-    names = LayerInfo.__dataclass_fields__
     fields = {
         "schema_version": int(header.schema_version),
         "created": js.from_float(header.created),
-        "layers": [{name: getattr(layer, name) for name in names} for layer in header.layers],
+        "layers": [asdict(layer) for layer in header.layers],
         "statistics": {name: dict(about) for name, about in header.statistics.items()},
         "versions": dict(header.versions),
         "plan": header.plan,
+        "coverage": [asdict(r) | {"error": js.from_float(r.error)} for r in header.coverage],
     }
     return js.dump(fields, indent=1)
 
@@ -180,6 +181,7 @@ def decode_header(data: bytes) -> RunHeader:
         statistics={name: _texts(about) for name, about in statistics.items()},
         versions=_texts(fields.get("versions", {})),
         plan=js.as_text(fields.get("plan", "")),
+        coverage=tuple(map(_decode_site, js.as_list(fields.get("coverage", [])))),
     )
 
 
@@ -192,6 +194,22 @@ def _decode_layer(value: Any) -> LayerInfo:
         seam=js.as_text(fields.get("seam", "")),
         module=js.as_text(fields.get("module", "")),
     )
+
+
+def _decode_site(value: Any) -> SiteReport:
+    fields = js.as_map(value)
+
+    def text(name: str) -> str:
+        return js.as_text(fields.get(name, ""))
+
+    def count(name: str) -> int:
+        return js.as_int(fields.get(name, 0))
+
+    return SiteReport(
+        text("layer"), text("module"), text("seam"), count("heads"), text("sees"),
+        count("calls"), text("attends"), count("key_heads"), text("verified"),
+        js.as_float(fields.get("error")), text("reason"),
+    )  # fmt: skip
 
 
 def _texts(value: Any) -> dict[str, str]:

@@ -88,7 +88,7 @@ def test_a_layer_that_gives_nothing_is_an_alert() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             q, k, v = self.qkv(x).chunk(3, -1)
-            e = torch.exp(q @ k.mT / WIDTH)  # a softmax by hand: nothing to recognise
+            e = torch.exp2(q @ k.mT / WIDTH)  # a softmax of its own: nothing to recognise
             return (e / e.sum(-1, keepdim=True)) @ v
 
         def unused_softmax(self, x: Tensor) -> Tensor:
@@ -114,10 +114,27 @@ def test_a_replaced_module_is_an_alert_and_is_found_again() -> None:
         model.blocks[1].attention = Attention("torch.softmax")
         for _ in range(30):
             run_step(model, probe)
-        blind = [a for a in probe.alerts if a.rule == "blind"]
-        assert [a.layer for a in blind] == ["blocks.1.attention"]
-        assert "no attention call for 20 steps" in blind[0].message
+        (blind,) = [a for a in probe.alerts if a.rule == "blind"]
+        assert (blind.layer, blind.step) == ("blocks.1.attention", 10)
+        assert "(Attention) was replaced by a Attention" in blind.message
         assert probe.coverage[1].seam == "softmax"
+        assert probe.coverage[1].verified == "weights"
+        frame = probe.frame()
+    steps = frame[frame["layer"] == "blocks.1.attention"]["step"].unique().tolist()
+    assert steps == [1, 2, 3, *range(11, 34)]
+
+
+def test_a_module_that_was_taken_out_is_an_alert() -> None:
+    model = Model(Attention(), Attention())
+    with sp.watch(model, strict=True) as probe:
+        for _ in range(3):
+            run_step(model, probe)
+        model.blocks = model.blocks[:1]
+        for _ in range(30):
+            run_step(model, probe)
+        (blind,) = [a for a in probe.alerts if a.rule == "blind"]
+        assert probe.coverage[1].reason == "no part of the model any more"
+    assert "blocks.1.attention (Attention) is no part of the model any more" in blind.message
 
 
 def test_a_model_that_goes_to_eval_says_so() -> None:
@@ -316,3 +333,68 @@ def test_whether_attention_is_possible_is_read_from_the_code() -> None:
     assert attention_is_possible(Model(Attention()))
     assert attention_is_possible(Encoder())
     assert attention_is_possible(Given(lambda x: x))
+
+
+def test_operands_given_by_keyword_are_read() -> None:
+    class Keywords(Attention):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            bias = torch.zeros(1, 1, 1).expand(q.shape[0] * q.shape[1], 12, 12)
+            flat = [z.reshape(-1, *z.shape[-2:]) for z in (q, k.mT)]
+            scores = bias.baddbmm(batch1=flat[0], batch2=flat[1], beta=1.0, alpha=0.35)
+            scores = torch.mul(input=scores.view(*q.shape[:3], -1), other=2.0)
+            return torch.matmul(input=torch.softmax(input=scores, dim=-1), other=v)
+
+    model = Model(Keywords())
+    with sp.watch(model, strict=True) as probe:
+        run_step(model, probe)
+        (site,) = probe.coverage
+        scale = probe.latest("scale")["blocks.0.attention"]
+    assert (site.sees, site.verified) == ("qk", "weights")
+    torch.testing.assert_close(scale, torch.full((4,), 0.7))
+
+
+def test_a_module_that_is_put_in_place_during_the_first_forward_is_seen_by_its_name() -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention: nn.Module = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if isinstance(self.attention, nn.Identity):
+                self.attention = Attention()
+            return self.attention(x)
+
+    model = Model(Lazy())
+    with sp.watch(model, strict=True) as probe:
+        for _ in range(3):
+            run_step(model, probe)
+        assert [r.layer for r in probe.coverage] == ["blocks.0.attention.attention"]
+        assert not probe.alerts
+
+
+def test_a_layer_whose_forward_never_ran_is_told_in_the_table_and_is_no_alert() -> None:
+    model = Model(Attention())
+    model.spare = Attention()
+    with sp.watch(model, strict=True) as probe:
+        for _ in range(30):
+            run_step(model, probe)
+        assert not probe.alerts
+        assert probe.coverage[1].reason == "its forward never ran"
+
+
+def test_a_part_that_a_user_calls_module_keeps_its_name() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = Model(Attention())
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.module(tokens)
+
+    for model, name in (
+        (Holder(), "module.blocks.0.attention"),
+        (nn.DataParallel(Model(Attention())), "blocks.0.attention"),
+    ):
+        with sp.watch(model, strict=True) as probe:
+            run_step(model, probe)
+            assert [r.layer for r in probe.coverage] == [name]
