@@ -22,6 +22,7 @@ def no_hooks_or_modes_remain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from torch.nn.modules import module as torch_module
     from torch.overrides import _get_current_function_mode_stack
 
+    from stability_probe.capture import entries
     from stability_probe.capture.attach import Attachment
 
     made: list[weakref.ref[Attachment]] = []
@@ -36,5 +37,6 @@ def no_hooks_or_modes_remain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not _get_current_function_mode_stack(), "a torch-function mode is left on"
     assert not torch_module._global_forward_pre_hooks, "a global pre-hook is left"
     assert not torch_module._global_forward_hooks, "a global hook is left"
+    assert not entries.entries_are_replaced(), "an attention function is still replaced"
     open_ones = [a for ref in made if (a := ref()) is not None and a._handles]
     assert not open_ones, "a probe was not closed: its hooks are still on the model"

@@ -24,7 +24,9 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from stability_probe.capture.chunks import Calls
+from stability_probe.capture.entries import look_for_entries, unwatch_entries, watch_entries
 from stability_probe.capture.functions import AttentionMode, Seen
+from stability_probe.capture.graph import read_graph
 from stability_probe.capture.hooks import BeginHook, EndHook, EnterHook, LeaveHook, is_live
 from stability_probe.capture.layout import UnsupportedCallError
 from stability_probe.capture.scope import Admission, Frame
@@ -73,10 +75,12 @@ class Attachment:
         self._names: dict[int, str] = {}
         self._strangers: set[int] = set()  # modules outside the model, by identity
         self._ran: set[str] = set()  # modules whose forward began in training
+        self._candidates: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         self._discovering = False
         self._forward = _Forward()
         self.discover()
+        watch_entries(self._mode, self, model)
 
     # Hooks
 
@@ -84,6 +88,7 @@ class Attachment:
         """Follows every module until `settle`, to find the sites."""
         self._unhook()
         self._name_modules()
+        self._candidates = frozenset(candidates(self._model))
         self._discovering = True
         self._hook_globally()
 
@@ -130,6 +135,7 @@ class Attachment:
     def close(self) -> None:
         """Removes all hooks and modes. Safe to call twice."""
         self._unhook()
+        unwatch_entries(self._mode)
         self._mode.scope.heal()
         self._mode.clear()
 
@@ -178,17 +184,18 @@ class Attachment:
         if (name := self._names.get(id(module))) is not None:
             self.enter(name, module, args, {})
 
-    def _global_leave(self, module: nn.Module, *_: object) -> None:
+    def _global_leave(self, module: nn.Module, args: object, output: object) -> None:
         if torch.compiler.is_compiling():
             return
         if name := self._names.get(id(module)):
-            self.leave(name, module)
+            self.leave(name, module, output)
         if module is self._model:
             self.end()
 
     def begin(self) -> None:
         """The watched model's forward begins: nothing can be open on this thread."""
         self.heal()
+        look_for_entries()
         self._forward.calls.forget()
         self._forward.open = True
 
@@ -217,12 +224,31 @@ class Attachment:
         except Exception as error:
             self.fault(None, error)
 
-    def leave(self, name: str, module: nn.Module) -> None:
+    def leave(self, name: str, module: nn.Module, output: object = None) -> None:
         """A hooked module's forward ended."""
+        frame = self._mode.scope.current
+        if frame is not None and frame.module is module and frame.looking and self._opaque(name):
+            self._read_graph(frame, output)
         self._mode.scope.leave(module)
         self._mode.unlabel(module)
         if not self._mode.scope.frames:
             self._mode.clear()
+
+    def _opaque(self, name: str) -> bool:
+        """Whether a module should call attention, and none of its calls can be seen."""
+        if (site := self.sites.get(name)) is not None:
+            return site.seam == "graph" and not site.disabled
+        unseen = self._discovering and name in self._candidates
+        return unseen and not any(_same_branch(name, other) for other in self.sites)
+
+    def _read_graph(self, frame: Frame, output: object) -> None:
+        path = self._mode.scope.path
+        try:
+            with self._mode.scope.quiet(), torch.no_grad():
+                for seen in read_graph(output, frame.since):
+                    self.attention(dataclasses.replace(seen, seam="graph", path=path))
+        except Exception as error:
+            self.fault(frame, error)
 
     # Listener: what the mode tells
 
@@ -257,7 +283,7 @@ class Attachment:
     def _placed(self, site: Site, frame: Frame, seen: Seen) -> AttentionCall:
         """The call with its index among those of this forward; a chunk has that of the first."""
         matrix = seen.q if seen.q is not None else seen.scores
-        queries = 0 if matrix is None else matrix.shape[-2]
+        queries = 0 if matrix is None or matrix.is_nested else matrix.shape[-2]
         index, counted = self._forward.calls.place(site.name, seen.chunk, queries=queries)
         call = call_of(site, frame, seen, index=index, with_input=self._receiver.measuring)
         return dataclasses.replace(call, sequences=0) if counted else call

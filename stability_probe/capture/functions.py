@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode, redispatch_function
 from stability_probe.capture import families as f
 from stability_probe.capture import provenance
 from stability_probe.capture.chunks import Chunk, chunk_of
+from stability_probe.capture.kernels import KERNELS
 from stability_probe.capture.origins import Origins
 from stability_probe.capture.provenance import (
     Ledger,
@@ -51,6 +52,8 @@ class Seen:
     mask_mod: Callable[..., Tensor] | None = None
     sink: Tensor | None = None  # broadcasts to the scores with one key
     lse: Tensor | None = None  # one value a row, from the kernel itself
+    row_max: Tensor | None = None  # the kernel's own largest score of each row, or of each head
+    unreadable: str = ""  # why the call cannot be read, where that is so
     sequences: int | None = None  # where the batch axis does not tell
     output: Tensor | None = None
     weights: Tensor | None = None  # the softmax's output
@@ -114,8 +117,8 @@ class AttentionMode(TorchFunctionMode):
         if func is F.multi_head_attention_forward and not torch.compiler.is_compiling():
             return self._through_multi_head(func, types, args, kwargs)
         out = func(*args, **kwargs)
-        labelling = self._local.origins is not None
-        if (func in f.WATCHED or labelling) and not torch.compiler.is_compiling():
+        watched = func in f.WATCHED or func in KERNELS or self._local.origins is not None
+        if watched and not torch.compiler.is_compiling():
             try:
                 self._read(func, args, kwargs, out)
             except Exception as error:
@@ -134,9 +137,7 @@ class AttentionMode(TorchFunctionMode):
         finally:
             self._local.heads = before
 
-    def _read(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object
-    ) -> None:
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         frame = self.scope.current
         if frame is None or not frame.looking:
             return
@@ -144,16 +145,22 @@ class AttentionMode(TorchFunctionMode):
             self._local.origins.follow(func, args, kwargs, out)
         if func in f.SET:
             self._local.ledger.written(args[0])
-        if func not in f.WATCHED or not isinstance(out, Tensor):
+        first = out[0] if func in KERNELS else out
+        if not isinstance(first, Tensor):
             return
-        with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
-            if func in f.SDPA:
+        with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
+            if func in KERNELS:
+                from stability_probe.capture.adapters.aten import read  # it needs `Seen`
+
+                seen = read(func, args, kwargs, out)
+                self._listener.attention(replace(seen, path=self.scope.path))
+            elif func in f.SDPA:
                 self._listener.attention(self._sdpa(args, kwargs, out))
             elif func in f.SOFTMAX or func in f.LOG_SOFTMAX:
                 self._softmax(func, args, kwargs, out)
             elif func in f.PRODUCT:
                 self._product(func, args, kwargs, out)
-            else:
+            elif func in f.FOLLOWED:
                 self._follow(func, args, kwargs, out)
 
     def _sdpa(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> Seen:
@@ -169,7 +176,7 @@ class AttentionMode(TorchFunctionMode):
             v=v,
             masks=() if mask is None else (mask.detach(),),
             causal=bool(given.get("is_causal", False)),
-            scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+            scale=1 / math.sqrt(q.size(-1)) if scale is None else float(scale),
             output=out.detach(),
             dropout=float(given.get("dropout_p", 0.0)),
             dtype=out.dtype,

@@ -21,8 +21,8 @@ class Boundary(Protocol):
     ) -> None:
         """A hooked module's forward begins."""
 
-    def leave(self, name: str, module: nn.Module) -> None:
-        """A hooked module's forward ended, with or without an exception."""
+    def leave(self, name: str, module: nn.Module, output: object) -> None:
+        """A hooked module's forward ended; after an exception without an output."""
 
     def begin(self) -> None:
         """The watched model's own forward begins."""
@@ -68,10 +68,10 @@ class LeaveHook(_CopiesInert):
         self.boundary = boundary
         self.name = name
 
-    def __call__(self, module: nn.Module, *_: object) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
         """Closes the scope."""
         if not torch.compiler.is_compiling():
-            self.boundary.leave(self.name, module)
+            self.boundary.leave(self.name, module, output)
 
 
 class BeginHook(_CopiesInert):

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from stability_probe.capture.functions import Seen
+from stability_probe.capture.segments import UnsupportedCallError
 
-
-class UnsupportedCallError(Exception):
-    """A call that cannot be read; the message says why."""
+__all__ = ["UnsupportedCallError", "batch_and_heads", "canonical"]
 
 
 def batch_and_heads(lead: torch.Size | tuple[int, ...], heads: int | None) -> tuple[int, int]:
@@ -41,17 +40,22 @@ def canonical(seen: Seen, heads: int | None) -> dict[str, Any]:
     Raises:
         UnsupportedCallError: nested tensors, tensors without storage, or shapes that do not fit.
     """
+    if seen.unreadable:
+        raise UnsupportedCallError(seen.unreadable)
     heads = seen.heads or heads
     tensors = [t for t in (seen.q, seen.k, seen.v, seen.scores, seen.output) if t is not None]
     for tensor in tensors:
         if tensor.is_nested:
-            raise UnsupportedCallError("nested (jagged) tensors are not read yet")
+            raise UnsupportedCallError(
+                "nested tensors of the strided layout are not read; use torch.jagged"
+            )
         if tensor.device.type == "meta" or type(tensor).__name__ == "FakeTensor":
             raise UnsupportedCallError("the tensors hold no data (meta device or fake tensors)")
-    return _from_sdpa(seen, heads) if seen.seam == "sdpa" else _from_softmax(seen, heads)
+    fields = _from_softmax(seen, heads) if seen.seam == "softmax" else _from_kernel(seen, heads)
+    return fields | _beside_the_scores(seen, fields)
 
 
-def _from_sdpa(seen: Seen, heads: int | None) -> dict[str, Any]:
+def _from_kernel(seen: Seen, heads: int | None) -> dict[str, Any]:
     q, k, v, output = (_local(t) for t in (seen.q, seen.k, seen.v, seen.output))
     if q is None or k is None or v is None or output is None:
         raise UnsupportedCallError("q, k, v or the output is missing")
@@ -71,6 +75,19 @@ def _from_sdpa(seen: Seen, heads: int | None) -> dict[str, Any]:
         "output_BHQE": output.reshape(b, h, *output.shape[-2:]),
         "masks": tuple(_mask(m, scores_shape, (b, h)) for m in seen.masks),
         "scale": seen.scale,
+    }
+
+
+def _beside_the_scores(seen: Seen, fields: dict[str, Any]) -> dict[str, Any]:
+    """The sink logits and the kernel's own log-sum-exp, in the layout of the scores."""
+    given = fields["q_BHQD"] if fields.get("scores_BHQK") is None else fields["scores_BHQK"]
+    b, h, rows = given.shape[:3]
+    sink = fields.get("sink_BHQ1", seen.sink)
+    if sink is not None and sink.dim() != 4:
+        sink = sink.expand(b, h, 1, 1)
+    return {
+        "sink_BHQ1": sink,
+        "lse_BHQ": None if seen.lse is None else seen.lse.reshape(b, h, rows),
     }
 
 

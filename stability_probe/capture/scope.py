@@ -9,7 +9,8 @@ them changes numbers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -73,6 +74,7 @@ class Frame:
     admission: Admission
     mode_before: bool  # whether the mode was on outside this frame
     input: torch.Tensor | None = None  # the module's first floating-point argument
+    since: int = 0  # autograd's sequence number when the forward began
 
     @property
     def looking(self) -> bool:
@@ -87,6 +89,7 @@ class Scope(threading.local):
         self.mode = mode
         self.frames: list[Frame] = []
         self.mode_on = False
+        self.muted = False
 
     def enter(
         self,
@@ -98,10 +101,10 @@ class Scope(threading.local):
         """Asks the gate and pushes a frame; call it from a forward pre-hook."""
         if any(frame.module is module for frame in self.frames):
             self.heal()  # its post-hook never ran: Ctrl-C skips even `always_call` hooks
-        admission = admit(module, args, kwargs)
+        admission = Admission.REFUSED if self.muted else admit(module, args, kwargs)
         tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
         first = next((t.detach() for t in tensors if t.is_floating_point()), None)
-        frame = Frame(name, module, admission, self.mode_on, first)
+        frame = Frame(name, module, admission, self.mode_on, first, _sequence_number())
         self.frames.append(frame)
         self._switch(frame.looking)
         return frame
@@ -120,6 +123,19 @@ class Scope(threading.local):
         while _active_mode() is self.mode:
             self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Sees nothing of what runs inside: a kernel whose call is read as a whole."""
+        muted, on = self.muted, self.mode_on
+        self._switch(False)
+        self.muted = True
+        try:
+            yield
+        finally:
+            self.muted = muted
+            if on and self.frames:
+                self._switch(self.frames[-1].looking)
+
     @property
     def path(self) -> tuple[Frame, ...]:
         """The frames from the outermost to the innermost."""
@@ -127,8 +143,8 @@ class Scope(threading.local):
 
     @property
     def current(self) -> Frame | None:
-        """The innermost frame."""
-        return self.frames[-1] if self.frames else None
+        """The innermost frame; None where there is none, and inside `quiet`."""
+        return self.frames[-1] if self.frames and not self.muted else None
 
     def _switch(self, on: bool) -> None:
         if on and not self.mode_on:
@@ -137,6 +153,11 @@ class Scope(threading.local):
         elif self.mode_on and not on and _active_mode() is self.mode:
             self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self.mode_on = False
+
+
+def _sequence_number() -> int:
+    """The number that autograd gives to its next node on this thread."""
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def _active_mode() -> TorchFunctionMode | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from torch import nn
 
 from stability_probe.capture.functions import Seen
+from stability_probe.capture.jagged import packed, values_of
 from stability_probe.capture.layout import canonical
 from stability_probe.capture.scope import Admission, Frame
 from stability_probe.capture.sites import head_count, soft_cap
@@ -75,7 +76,7 @@ class Site:
         if not seen.exact:
             call = dataclasses.replace(call, q_BHQD=None, k_BGKD=None)
         try:
-            self.verification = verify(call, weights, seen.dropout)
+            self.verification = verify(call, weights, seen.dropout, seen.row_max)
         except Exception as error:
             self.unverifiable = f"{type(error).__name__}: {error}"
 
@@ -103,9 +104,9 @@ def call_of(site: Site, frame: Frame, seen: Seen, *, index: int, with_input: boo
     Raises:
         UnsupportedCallError: it cannot be read.
     """
-    rms = None
+    seen, rms = packed(seen), None
     if with_input and frame.input is not None:
-        rms = frame.input.float().square().mean().sqrt()
+        rms = values_of(frame.input).float().square().mean().sqrt()
     return AttentionCall(
         layer=site.name,
         layer_index=site.index,
@@ -117,7 +118,7 @@ def call_of(site: Site, frame: Frame, seen: Seen, *, index: int, with_input: boo
         mask_mod=seen.mask_mod,
         sequences=seen.sequences,
         dtype=seen.dtype,
-        fused=seen.seam == "sdpa",
+        fused=seen.seam != "softmax",
         pre_scaled=seen.pre_scaled,
         phase="eval_grad" if frame.admission is Admission.EVAL_GRAD else "train",
         provisional=frame.admission is Admission.PROVISIONAL,

@@ -24,7 +24,10 @@ _WRAPPER_CLASSES = {
 _ATTENTION_CALLS = re.compile(r"scaled_dot_product|flash_attn|flex_attention|memory_efficient_att")
 _ATTENTION_NAME = re.compile(r"att(ention|n)(?!.*(mask|pool_|norm))", re.IGNORECASE)
 _UNREADABLE = "unreadable_softmax"  # stands for code that cannot be read
-_POSSIBLE = re.compile(r"^(?!.*Output).*(softmax|attention|attn|sdpa)|^exp2?$", re.IGNORECASE)
+_POSSIBLE = re.compile(
+    r"^(?!.*Output).*(softmax|attention|attn|sdpa|scaled_dot_product|memory_efficient)|^exp2?$",
+    re.IGNORECASE,
+)
 _KNOWN = {"torch", "builtins", "math", "numpy", "operator", "functools", "itertools"}
 
 ROOT = "(root)"  # the name of the watched model itself
@@ -110,7 +113,7 @@ def _is_torch_s_own(kind: type) -> bool:
 def _holds_a_function(module: nn.Module) -> bool:
     """Whether a module was given a function that is not torch's own: it could be attention."""
     return any(
-        isinstance(value, types.FunctionType | types.BuiltinFunctionType) and _is_foreign(value)
+        callable(value) and not isinstance(value, type | nn.Module) and _is_foreign(value)
         for name, value in vars(module).items()
         if not name.startswith("_")
     )

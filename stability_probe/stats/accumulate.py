@@ -90,6 +90,7 @@ def _reduce(
         maxima["lse"] = _largest(torch.where(maths.sound, maths.lse, -INF))
         minima["lse"] = -_largest(torch.where(maths.sound, -maths.lse, -INF))
         maxima["top_weight"] = _largest(torch.where(maths.counts, maths.top, -INF))
+        _add_sink(call, maths, sums)
     return pack(maxima, minima, sums, peak)
 
 
@@ -173,6 +174,17 @@ def _add_values(
         sums["output"] = _sum(bad["output"] * seen_BHQ)
         sums["masked_output"] = _sum(bad["output"] * ~seen_BHQ)
         sums["output_values"] = sums["rows"] * call.output_BHQE.shape[-1]
+
+
+def _add_sink(call: AttentionCall, maths: RowMaths, sums: dict[str, Tensor]) -> None:
+    """The weight that a key without a value takes from the real ones."""
+    if call.sink_BHQ1 is None:
+        return
+    sink = call.sink_BHQ1.detach().to(torch.float32).squeeze(-1)
+    mass_BHQ = torch.sigmoid(sink - maths.lse)  # e^sink / (e^sink + e^lse)
+    known_BHQ = maths.counts & ~torch.isnan(mass_BHQ)
+    sums["sink"] = _sum(torch.where(known_BHQ, mass_BHQ, 0.0))
+    sums["sink_rows"] = _sum(known_BHQ)
 
 
 def _add_input(call: AttentionCall, sums: dict[str, Tensor]) -> None:

@@ -48,6 +48,7 @@ SUMS = (
     *ROW_SUMS,
     *FULL_ROW_SUMS,
     *("rows", "masked_rows", "leaking", "product_rows", "unscaled", "scaled", "scores"),
+    *("sink", "sink_rows"),
     *("q_norm", "q_rows", "k_norm", "k_rows", "input_square", "input_rows"),
     *(f"{name}_values" for name in TENSORS),
     *TENSORS,

@@ -55,6 +55,7 @@ _ZHAI = "Zhai et al. 2023, arXiv:2303.06296"
 _DEHGHANI = "Dehghani et al. 2023, arXiv:2302.05442"
 _WORTSMAN = "Wortsman et al. 2023, arXiv:2309.14322"
 _LOW_PRECISION = "arXiv:2510.04212"
+_EXTRA_SINK = "Xiao et al. 2023, arXiv:2309.17453; gpt-oss"
 _SINKS = "Barbero et al. 2025, arXiv:2504.02732"
 
 _LOGITS = (
@@ -217,6 +218,16 @@ _SHAPE = (
         "Mean over rows of p on the first key: a sink there is common and healthy.",
         _SINKS,
         "Sinks on other keys.",
+    ),
+    Statistic(
+        "sink_mass",
+        "",
+        "mean",
+        "",
+        "Mean over rows of the weight of a learned sink, a key without a value beside the real "
+        "ones: e^sink / (e^sink + sum of e^S). NaN where a layer has none.",
+        _EXTRA_SINK,
+        "Sinks on real keys, and every other statistic: p stays over the real keys.",
     ),
     Statistic(
         "tied_max_rows",

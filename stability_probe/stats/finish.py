@@ -81,6 +81,7 @@ def _more(
         "top_weight": sums["top_weight"] / rows,
         "top_weight_max": maxima["top_weight"],
         "first_key_mass": sums["first"] / rows,
+        "sink_mass": sums["sink"] / sums["sink_rows"],
         "tied_max_rows": sums["tied"] / rows,
         "saturated_rows": sums["saturated"] / rows,
         "q_norm_mean": sums["q_norm"] / sums["q_rows"],

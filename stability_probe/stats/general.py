@@ -1,4 +1,4 @@
-"""The row pass over any call: masks, bias, soft-cap, given scores, and every row number.
+"""The row pass over any call: masks, bias, soft-cap, functions of positions, given scores.
 
 Whatever is hidden or not finite becomes -inf in its tile, entry by entry, before the row is read.
 
@@ -16,7 +16,7 @@ from stability_probe.records import AttentionCall
 from stability_probe.stats.masks import MaskTile, guess_masked, hide, mask_tile, split_masks
 from stability_probe.stats.precision import FLOAT16_MAX
 from stability_probe.stats.rowsums import FLOOR, INF, Rows, buffers, finish_rows, sum_rows
-from stability_probe.stats.tiles import Products, Sizes, Tile, per_pair
+from stability_probe.stats.tiles import Products, Sizes, Tile, block_of, per_pair
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,8 @@ class _Work:
     def raw_is_score(self) -> bool:
         """Whether softmax received scale x q.k itself, apart from keys dropped."""
         bias = any(mask.dtype != torch.bool for mask in self.masks)
-        return self.given is None and self.call.softcap is None and not bias
+        cap = self.call.softcap is not None or self.call.score_mod is not None
+        return self.given is None and not cap and not bias
 
 
 def general_pass(
@@ -50,15 +51,20 @@ def general_pass(
     masks = split_masks(call.masks, sizes)
     work = _Work(call, products, masks, given)
     causal, device = call.causal and given is None, rows.table.device
-    shared = all(mask.shape[1:3] == (1, 1) for mask in masks)  # by the heads
+    score_mod, mask_mod = (call.score_mod, call.mask_mod) if given is None else (None, None)
+    # one mask for all heads; what a function depends on is known only once it is called
+    shared = mask_mod is None and all(mask.shape[1:3] == (1, 1) for mask in masks)
     last, mask = None, None
-    count = 2 if given is None or products is None else 3
-    for tile, (S, scratch, *more) in buffers(sizes, device, causal=causal, count=count):
+    both = score_mod is not None or (given is not None and products is not None)
+    for tile, (S, scratch, *more) in buffers(sizes, device, causal=causal, count=2 + both):
         out = rows.within(tile)
         place = (tile.batch, tile.query)
         if mask is None or not shared or place != last:
-            mask, last = mask_tile(masks, tile, causal=causal, device=device), place
-        if given is None:
+            mask = mask_tile(masks, tile, causal=causal, device=device, mask_mod=mask_mod)
+            last = place
+        if score_mod is not None:
+            _modify_scores(work, tile, mask, (S, scratch, *more), out)
+        elif given is None:
             _form_scores(work, tile, mask, S, scratch, out)
         else:
             S.copy_(tile.of_pairs(given))
@@ -108,6 +114,45 @@ def _form_scores(
     S.add_(mask.hidden)
     seen = mask.visible.expand(*mask.visible.shape[:-1], tile.keys).sum(-1)
     out["visible"].copy_(seen)
+
+
+def _modify_scores(
+    work: _Work, tile: Tile, mask: MaskTile, buffers: tuple[Tensor, ...], out: dict[str, Tensor]
+) -> None:
+    """S = score_mod(scale q.k) + bias, but -inf where hidden or not finite.
+
+    A function may hide a key by a score of -inf, or one so low that only a mask gives it.
+    """
+    S, scratch, raw = buffers
+    products, score_mod = work.products, work.call.score_mod
+    assert products is not None
+    assert score_mod is not None
+    products.fill(tile, raw)
+    block = block_of(tile, raw.device)
+    modified_BHQK = block.modified(score_mod, raw.flatten(1, 2))
+    S.copy_(modified_BHQK.view(tile.shape))
+    if mask.bias is not None:
+        S.add_(mask.bias)
+    torch.clamp_min(S, 0.0, out=scratch)
+    scratch.sub_(scratch).ne_(0)  # NaN and +inf, which hide nothing
+    if mask.kept is not None:
+        scratch.mul_(mask.kept)
+    torch.sum(scratch, -1, out=out["trouble"])
+    finite = torch.nan_to_num(S, nan=-INF, posinf=-INF, neginf=-INF, out=scratch)
+    if mask.kept is not None:
+        finite.add_(hide(mask.kept))
+    unbiased = 1 - guess_masked(finite, finite.amax(-1, keepdim=True))
+    if mask.unbiased is not None:
+        unbiased.mul_(mask.unbiased)
+    S.copy_(finite)
+    if "leak" in out:
+        _leak(S, scratch, unbiased, mask.kept, out)
+    hidden = hide(torch.ne(S, -INF).to(torch.float32).mul_(unbiased))
+    S.add_(hidden)
+    torch.gt(S, -INF, out=scratch)
+    torch.sum(scratch, -1, out=out["visible"])
+    out["visible"].add_(out["trouble"])
+    _raw_numbers(products, tile, raw, scratch, hidden, out)
 
 
 def _read_scores(mask: MaskTile, S: Tensor, scratch: Tensor, out: dict[str, Tensor]) -> Tensor:

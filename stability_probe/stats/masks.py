@@ -8,13 +8,13 @@ Shape suffixes: B batch, G key heads, R query heads per key head, Q query positi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from stability_probe.stats.tiles import Sizes, Tile, per_pair
+from stability_probe.stats.tiles import Sizes, Tile, block_of, per_pair
 
 MASKED_BIAS = -9e3  # an additive mask at or below this drops the key; -1e4 in bfloat16 is -9984
 MASKED_SCORE = -6e4  # no score but one under a mask is as low: float16's minimum is -65504
@@ -36,7 +36,12 @@ class MaskTile:
 
 
 def mask_tile(
-    masks_BGRQK: Sequence[Tensor], tile: Tile, *, causal: bool, device: torch.device
+    masks_BGRQK: Sequence[Tensor],
+    tile: Tile,
+    *,
+    causal: bool,
+    device: torch.device,
+    mask_mod: Callable[..., Tensor] | None = None,
 ) -> MaskTile:
     """Read the masks of one tile.
 
@@ -45,8 +50,12 @@ def mask_tile(
         tile: the tile.
         causal: whether key j is hidden from query i wherever j > i.
         device: of the result.
+        mask_mod: a function of positions, True where a key is visible.
     """
     kept = causal_tile(tile, device) if causal else None
+    if mask_mod is not None:
+        part = _function_tile(mask_mod, tile, device)
+        kept = part if kept is None else kept * part
     bias = None
     for mask in masks_BGRQK:
         part = tile.of_pairs(mask).to(torch.float32)
@@ -64,6 +73,14 @@ def mask_tile(
         hidden=None if visible is None else hide(visible),
         shield=None if unbiased is None else hide(1 - unbiased),
     )
+
+
+def _function_tile(mask_mod: Callable[..., Tensor], tile: Tile, device: torch.device) -> Tensor:
+    """1 where a function of positions lets a key be seen, else 0: [B, G, R, Q, K]."""
+    seen_BHQK = block_of(tile, device).visible(mask_mod).to(torch.float32)
+    B, H, Q, K = seen_BHQK.shape
+    G, R = tile.shape[1:3] if H > 1 else (1, 1)
+    return seen_BHQK.view(B, G, R, Q, K)
 
 
 def split_masks(masks: Sequence[Tensor], sizes: Sizes) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ width, E value width.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ def measure(
     scale: float | Tensor | None = None,
     causal: bool = False,
     softcap: float | None = None,
+    score_mod: Callable[..., Tensor] | None = None,
+    mask_mod: Callable[..., Tensor] | None = None,
+    sinks: Tensor | None = None,
     enable_gqa: bool = False,
     rows: bool = False,
 ) -> dict[str, Tensor]:
@@ -48,6 +52,12 @@ def measure(
             K differ. Together with `mask`, which PyTorch forbids, a key is visible only where
             both let it be.
         softcap: c, for scores c tanh(s / c) before the mask.
+        score_mod: instead of a soft-cap, a function `(score, b, h, q, k) -> score` of single
+            values as `torch.nn.attention.flex_attention` takes it. A score of -inf hides the key.
+        mask_mod: a function `(b, h, q, k) -> bool`, True where a key is visible; together with
+            `mask` and `causal` a key is visible only where all let it be.
+        sinks: logits of a key without a value beside the real ones: one a head [H], or whatever
+            broadcasts to [B, H, Q, 1]. They enter `sink_mass` only.
         enable_gqa: let G be a divisor of H; query head h then reads key head h // (H / G).
         rows: also give every row's entropy.
 
@@ -67,6 +77,13 @@ def measure(
         _check_mask(mask, (B, H, Q, K), q.device)
     if isinstance(scale, Tensor):
         _check_scale(scale, (B, H))
+    if sinks is not None:
+        sinks = sinks[:, None, None] if sinks.dim() == 1 else sinks
+        _check_broadcast("sinks", sinks, (B, H, Q, 1), "[batch, heads, queries, 1]")
+    if softcap is not None and score_mod is not None:
+        raise ShapeError(
+            "got softcap and score_mod; expected one of them. Cap inside score_mod instead."
+        )
     if softcap is not None and not softcap > 0:
         raise ShapeError(f"softcap is {softcap}; it must be above 0, or None for no cap.")
     call = AttentionCall(
@@ -78,6 +95,9 @@ def measure(
         causal=causal,
         scale=1 / math.sqrt(D) if scale is None else scale,
         softcap=softcap,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        sink_BHQ1=sinks,
         dtype=q.dtype,
     )
     row_numbers, accumulators = read(call, full=True)

@@ -37,8 +37,9 @@ def row_pass(call: AttentionCall, bad_keys_BGK: Tensor | None, *, full: bool) ->
     if sizes.empty:
         return rows
     products = products_of(call, sizes)
+    functions = call.score_mod is not None or call.mask_mod is not None
     masked = bool(call.masks) or call.softcap is not None or call.scores_BHQK is not None
-    if products is None or bad_keys_BGK is None or masked or full:
+    if products is None or bad_keys_BGK is None or masked or functions or full:
         dtype = call.dtype or given.dtype
         general_pass(call, products, sizes, rows, dtype=dtype, full=full)
     else:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stability_probe.positions import Block
 from stability_probe.records import AttentionCall
 
 _CPU_TILE = 2**18  # scores: 1 MB of float32, which stays in a core's cache
@@ -68,6 +69,19 @@ class Tile:
         return pairs_BGRQK[
             tuple(whole if n == 1 else cut for n, cut in zip(pairs_BGRQK.shape, cuts, strict=True))
         ]
+
+
+def block_of(tile: Tile, device: torch.device) -> Block:
+    """The positions of a tile, its query heads side by side, for functions of positions."""
+    repeats = tile.shape[2]
+    heads = slice(tile.group.start * repeats, tile.group.stop * repeats)
+    keys = slice(0, tile.keys)
+    return Block(
+        *(
+            torch.arange(s.start, s.stop, device=device)
+            for s in (tile.batch, heads, tile.query, keys)
+        )
+    )
 
 
 def sizes_of(call: AttentionCall) -> Sizes:

@@ -190,3 +190,49 @@ def test_a_soft_cap_that_the_kernel_did_not_get_is_an_alert_that_says_so() -> No
             assert alert.layer == "blocks.0.attention"
             assert "soft-cap of 2.0" in alert.message
             assert "eager" in alert.remedies[0]
+
+
+class Sinks(Attention):
+    """A learned logit per head takes part in the softmax, as a last or a first column."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.sinks = nn.Parameter(torch.tensor([4.0, 0.0, -2.0, 1.0]))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(hidden(12), -torch.inf)
+        sinks = self.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+        parts = [sinks, scores] if "first" in self.how else [scores, sinks]
+        together = torch.cat(parts, dim=-1)
+        if "shift" in self.how:
+            together = together - together.max(dim=-1, keepdim=True).values
+        weights = torch.softmax(together, dim=-1)
+        return (weights[..., 1:] if "first" in self.how else weights[..., :-1]) @ v
+
+
+@pytest.mark.parametrize("how", ["last", "last, shift", "first", "first, shift"])
+def test_a_sink_is_no_key(how: str) -> None:
+    torch.manual_seed(0)
+    model = Model(Sinks(how))
+    batch = tokens()
+    with sp.watch(model, plan=EVERYTHING, strict=True) as probe:
+        loss_of(model, batch).backward()
+        probe.step()
+        (site,) = probe.coverage
+        got = {name: probe.latest(name)["blocks.0.attention"].double()
+               for name in ("entropy", "sink_mass", "abs_max_logit", "keys")}  # fmt: skip
+    qkv = model.blocks[0].attention.qkv(model.embedding(batch)).detach().double()
+    q, k, _ = (z.view(*batch.shape, HEADS, -1).transpose(1, 2) for z in qkv.chunk(3, -1))
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    seen = scores.masked_fill(hidden(12), -torch.inf)
+    p = torch.softmax(seen, -1)
+    entropy = -torch.special.xlogy(p, p).sum(-1)[..., 1:].mean((0, 2))
+    sinks = model.blocks[0].attention.sinks.detach().double().view(1, -1, 1)
+    mass = torch.sigmoid(sinks - seen.logsumexp(-1))
+    assert (site.verified, site.sees) == ("weights", "qk")
+    torch.testing.assert_close(got["entropy"], entropy, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got["sink_mass"], mass[..., 1:].mean((0, 2)), rtol=1e-5, atol=1e-6)
+    largest = scores.masked_fill(hidden(12), 0).abs().amax((0, 2, 3))
+    torch.testing.assert_close(got["abs_max_logit"], largest, rtol=1e-5, atol=1e-6)
+    assert (got["keys"] == 12).all()

@@ -32,6 +32,9 @@ def statistics(
     causal: bool = False,
     scale: float | torch.Tensor = 1.0,
     softcap: float | None = None,
+    score_mod=None,
+    mask_mod=None,
+    sink: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     fused: bool = True,
@@ -64,9 +67,14 @@ def statistics(
                         causal=causal,
                         scale=float(scales[b, h]),
                         softcap=softcap,
+                        score_mod=score_mod,
+                        mask_mod=mask_mod,
                         given=given,
                         dtype=dtype,
                     )
+                    if sink is not None and row["counts"]:
+                        extra = float(array(sink.expand(B, H, Q, 1))[b, h, i, 0])
+                        row["sink"] = 1 / (1 + math.exp(row["lse"] - extra))
                     rows.append(row)
                     row_entropy[b, h, i] = row["H"] if row["counts"] else np.nan
             head = _head(rows)
@@ -79,7 +87,7 @@ def statistics(
     return result
 
 
-def _row(q, k, place, H, *, planes, causal, scale, softcap, given, dtype):
+def _row(q, k, place, H, *, planes, causal, scale, softcap, score_mod, mask_mod, given, dtype):
     b, h, i = place
     pairs = None
     if q is not None and k is not None:
@@ -99,7 +107,15 @@ def _row(q, k, place, H, *, planes, causal, scale, softcap, given, dtype):
             dropped |= np.arange(K) > i
         raw = scale * pairs
         s = raw if softcap is None else softcap * np.tanh(raw / softcap)
+        if score_mod is not None:
+            indices = (torch.tensor(b), torch.tensor(h), torch.tensor(i), torch.arange(K))
+            s = score_mod(torch.from_numpy(np.array(raw)), *indices).numpy()
+        if mask_mod is not None:
+            indices = (torch.tensor(b), torch.tensor(h), torch.tensor(i), torch.arange(K))
+            dropped |= ~np.broadcast_to(mask_mod(*indices).numpy(), (K,))
         s = s + bias
+        if score_mod is not None:
+            softly |= s == -np.inf
         trouble = ~dropped & np.where(softly, np.isnan(s) | (s == np.inf), ~np.isfinite(s))
         visible = ~dropped & ~softly
         n = int(visible.sum())
@@ -193,6 +209,9 @@ def _head(rows):
         "logit_gap": mean(lambda r: r["gap"]),
         "logit_std": mean(lambda r: r["std"]),
         "first_key_mass": mean(lambda r: r["first"]),
+        "sink_mass": float(np.mean([r["sink"] for r in counting if "sink" in r]))
+        if any("sink" in r for r in counting)
+        else math.nan,
         "tied_max_rows": mean(lambda r: r["tied"]),
         "saturated_rows": mean(lambda r: r["saturated"]),
         "fp16_headroom_log2": math.log2(
