@@ -129,10 +129,10 @@ def main() -> None:
     found = list(sweep(chosen, arguments.json))
     from coverage_models.report import document
 
-    text = document(found)
+    text = document(found, chosen)
     if arguments.write:
         (ROOT / "docs" / "coverage.md").write_text(text)
-    print(text.split("\n## ")[0])
+    print("## Summary" + text.split("## Summary")[1].split("\n## ")[0])
 
 
 if __name__ == "__main__":

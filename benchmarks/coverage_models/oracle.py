@@ -47,10 +47,8 @@ class Call:
     entropy_sum: float = 0.0  # nats, over rows with at least two visible keys
     rows: int = 0
     largest: float = 0.0  # |score| over visible entries
-
-    @property
-    def key(self) -> str:
-        return self.module
+    columns: int = 0
+    sink: bool = False  # a column without a value was dropped after the softmax
 
 
 class Oracle(TorchDispatchMode):
@@ -134,6 +132,7 @@ class Oracle(TorchDispatchMode):
             found = self._pending.get(_storage(operand)) if isinstance(operand, Tensor) else None
             if found is not None:
                 call, path = found
+                call.sink |= call.columns not in operand.shape
                 if call not in self.calls:
                     shared = [a for a, b in zip(path, self._path, strict=False) if a == b]
                     call.module = shared[-1] if shared else "(root)"
@@ -166,6 +165,7 @@ def _fused_scores(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _describe(call: Call, scores: Tensor) -> None:
     """Entropy and the largest score, from the scores [..., K] themselves, in float64."""
+    call.columns = scores.shape[-1]
     scores = scores.detach().double()
     visible = scores > MASKED
     log_p = torch.log_softmax(scores.masked_fill(~visible, float("-inf")), -1)

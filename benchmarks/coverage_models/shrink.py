@@ -14,7 +14,7 @@ from typing import Any
 
 VOCABULARY = 256  # the size of every vocabulary; special tokens are packed below it
 POSITIONS = 128  # the most positions that a shrunk model may have
-IMAGE = 224  # the largest image side in pixels
+IMAGE = 128  # the largest image side in pixels, where that works
 WINDOW = 8  # a sliding window shorter than the sequences that are fed
 
 _WIDTH = re.compile(

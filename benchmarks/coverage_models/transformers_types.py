@@ -21,6 +21,7 @@ from .shrink import IMAGE, Shrinker
 transformers.logging.set_verbosity_error()
 
 MAX_PARAMETERS = 40_000_000
+WIDE = 1024  # from this width on, dividing leaves many heads: widths by name are tried first
 
 # The mappings whose models have a loss of their own, the likeliest to be trained first.
 TASKS = {
@@ -90,22 +91,26 @@ def _first_that_runs(model_type: str) -> Case:
 
 def attempts(model_type: str) -> list[Shrinker]:
     """How to shrink, the smallest first."""
-    images = _image_divisor(_largest_image(CONFIG_MAPPING[model_type]()))
-    ways = [Shrinker(16), Shrinker(8), Shrinker(fixed=True),
-            Shrinker(fixed=True, sections=True), Shrinker(8, sections=True), Shrinker(4)]  # fmt: skip
-    return [replace(way, image_divisor=images, tokens={}) for way in ways]
+    config = str(CONFIG_MAPPING[model_type]().to_dict())
+    largest = max((int(n) for n in re.findall(r"image_size': \[?(\d+)", config)), default=1)
+    widest = max((int(n) for n in re.findall(r"(?:hidden_size|d_model)': (\d+)", config)), default=1)
+    small, whole = _image_divisor(largest, IMAGE), _image_divisor(largest, 2 * IMAGE)
+    ways = [
+        Shrinker(16, image_divisor=small),
+        Shrinker(8, image_divisor=whole),
+        Shrinker(fixed=True, image_divisor=small),
+        Shrinker(fixed=True, image_divisor=whole, sections=True),
+        Shrinker(8, image_divisor=small, sections=True),
+        Shrinker(4, image_divisor=whole),
+    ]
+    return sorted(ways, key=lambda way: not way.fixed) if widest >= WIDE else ways
 
 
-def _image_divisor(size: int) -> int:
+def _image_divisor(size: int, limit: int) -> int:
     """The smallest number that makes the image small and leaves it whole patches."""
-    whole = [d for d in range(1, size + 1) if size % d == 0 and 64 <= size // d <= IMAGE]
+    whole = [d for d in range(1, size + 1) if size % d == 0 and 64 <= size // d <= limit]
     fits = [d for d in whole if not (size // d % 14 and size // d % 16)]
-    return next(iter([*fits, *whole]), 1) if size > IMAGE else 1
-
-
-def _largest_image(config: Any) -> int:
-    text = str(config.to_dict())
-    return max((int(n) for n in re.findall(r"image_size': \[?(\d+)", text)), default=1)
+    return next(iter([*fits, *whole]), 1) if size > limit else 1
 
 
 def _case(model_type: str, name: str, kind: str, shrinker: Shrinker) -> Case:

@@ -119,7 +119,7 @@ def _begin(case: Case, *, dropout: bool) -> tuple[nn.Module, torch.optim.Optimiz
     seed(0)
     model = case.make(dropout)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
     seed(1)
     return model, optimizer
 
@@ -206,8 +206,8 @@ def _entropies(result: Result, calls: list[Call], probe: sp.Probe) -> None:
         return
     last = frame[frame["step"] == STEPS]
     for layer, rows in last.groupby(last["layer"].str.split("#").str[0]):
-        mine = [c for c in calls if same_branch(c.module, str(layer)) and c.module == layer]
-        if not mine or rows["entropy_rows"].sum() == 0:
+        mine = [c for c in calls if c.module == layer]
+        if not mine or any(c.sink for c in mine) or rows["entropy_rows"].sum() == 0:
             continue
         seen = (rows["entropy"] * rows["entropy_rows"]).sum() / rows["entropy_rows"].sum()
         true = sum(c.entropy_sum for c in mine) / max(1, sum(c.rows for c in mine))
