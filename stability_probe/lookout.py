@@ -12,21 +12,29 @@ from stability_probe.records import Alert, Origin, Severity
 
 DISCOVERY_STEPS = 3  # a layer that is skipped at random shows within a few steps
 REPLACED_STEPS = 10  # so often are the model's modules compared with the ones that are watched
+EVAL_STEPS = 3  # one step may be an evaluation whose gradients nobody switched off
 SILENT_STEPS = 20  # a site without a call for so long is blind, or was replaced
 
 
 class Lookout:
     """Asks the attachment, after every step, what it did not see."""
 
-    def __init__(self, attachment: Attachment) -> None:
-        self._attachment = attachment
+    def __init__(self, attachment: Attachment, *, allow_eval: bool = False) -> None:
+        self._attachment, self._allow_eval = attachment, allow_eval
+        self._forwards, self._forwards_in_eval = 0, 0
+        self._steps_in_eval = 0
         self._discovery_steps = 0
         self._steps_without_forward = 0
         self._told: set[str] = set()
 
     def after_step(self, step: int) -> list[Alert]:
         """The operational alerts that a step gives rise to; ends discovery when it is done."""
-        return [*self._faults(step), *self._unreadable(step), *self._blindness(step)]
+        return [
+            *self._faults(step),
+            *self._unreadable(step),
+            *self._blindness(step),
+            *self._eval_mode(step),
+        ]
 
     def _faults(self, step: int) -> Iterator[Alert]:
         faults, self._attachment.faults = self._attachment.faults, []
@@ -107,6 +115,27 @@ class Lookout:
             if candidates
             else "Watch a model that attends; this one may hold no attention at all.",
         )
+
+    def _eval_mode(self, step: int) -> Iterator[Alert]:
+        """Says it where every forward of several steps trained in eval mode, unasked for."""
+        forwards = self._attachment.forwards - self._forwards
+        in_eval = self._attachment.forwards_in_eval - self._forwards_in_eval
+        self._forwards += forwards
+        self._forwards_in_eval += in_eval
+        if not forwards:
+            return
+        self._steps_in_eval = self._steps_in_eval + 1 if in_eval == forwards else 0
+        if self._steps_in_eval == EVAL_STEPS and not self._allow_eval:
+            yield _operational(
+                step,
+                "blind",
+                Severity.WARNING,
+                None,
+                f"All attention of the last {EVAL_STEPS} steps trained in eval mode: it is "
+                "recorded, but dropout is off and the numbers are not those of train mode.",
+                "Call model.train() before the training step (after each evaluation), or pass "
+                "allow_eval=True if you train so on purpose.",
+            )
 
     def _no_forward(self, step: int) -> Alert:
         in_eval = self._attachment.refused_in_eval > 0

@@ -1,7 +1,6 @@
 """Pools the calls of one optimizer step into one measurement.
 
-Micro-batches merge; a checkpoint's recomputation counts once; a no-grad forward counts only
-when a recomputation in backward confirms it.
+Micro-batches merge, as do the calls of one layer with the same index.
 """
 
 from __future__ import annotations
@@ -15,7 +14,16 @@ import torch
 from torch import Tensor
 
 from stability_probe.records import AttentionCall, FirstBad, Level, Observation
-from stability_probe.sentinel import KINDS, NEVER, bad_steps, call_peaks, is_bad, value_peaks
+from stability_probe.sentinel import (
+    any_bad,
+    bad_steps,
+    call_witness,
+    gradient_witness,
+    pooled,
+    table,
+    told,
+    value_witness,
+)
 from stability_probe.stats.accumulate import accumulate
 from stability_probe.stats.accumulators import Accumulators, concatenate, merge
 from stability_probe.stats.finish import finish
@@ -29,7 +37,8 @@ class _Pool:
     """What one layer's calls at one step came to so far; None where nothing came."""
 
     accumulators: Accumulators | None = None
-    peaks: Tensor | None = None  # [5], see `sentinel`
+    witness: Tensor | None = None  # [6], see `sentinel`
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # kind -> witness, 0-dim
     sequences: int = 0
 
     def add(self, other: _Pool) -> None:
@@ -40,10 +49,18 @@ class _Pool:
             self.accumulators = (
                 other.accumulators if mine is None else merge(mine, other.accumulators)
             )
-        if other.peaks is not None:
-            self.peaks = (
-                other.peaks if self.peaks is None else torch.maximum(self.peaks, other.peaks)
-            )
+        if other.witness is not None:
+            self.witness = pooled(self.witness, other.witness)
+
+    @property
+    def watched(self) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """What the sentinel keeps of it: a row of its table."""
+        return self.witness, self.gradients
+
+    @property
+    def any_tensor(self) -> Tensor | None:
+        """One of the sentinel's tensors, to know the device by."""
+        return next(iter(self.gradients.values()), None) if self.witness is None else self.witness
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +70,7 @@ class _Slot:
     name: str
     index: int
     pool: _Pool = field(default_factory=_Pool)
-    provisional: list[_Pool] = field(default_factory=list)
-    first_bad: Tensor | None = None  # [5], steps, on the layer's device
+    first_bad: Tensor | None = None  # [11], steps, on the layer's device
     explained: bool = False  # rows without a visible key could make its output non-finite
 
 
@@ -101,11 +117,10 @@ class Measurement:
     def first_bad(self) -> tuple[FirstBad, ...]:
         """The first non-finite value of each layer and kind since the sentinel was last read."""
         return tuple(
-            FirstBad(s.name, s.index, kind, int(step), kind == "output" and s.explained)
+            FirstBad(s.name, s.index, kind, step, kind == "output" and s.explained)
             for slots, copy in self.bad
             for s, row in zip(slots, copy.numpy(), strict=True)
-            for kind, step in zip(KINDS, row, strict=True)
-            if step < NEVER
+            for kind, step in told(row.tolist())
         )
 
 
@@ -127,33 +142,29 @@ class Meter:
 
     def call(self, call: AttentionCall) -> None:
         """Reduces a call at once; none of its tensors is kept."""
-        pool = _Pool(peaks=call_peaks(call), sequences=_sequences(call))
+        pool = _Pool(witness=call_witness(call), sequences=_sequences(call))
         if self.measuring:
             pool.accumulators = accumulate(call, full=self.level is Level.FULL)
         with self._lock:
             slot = self._slot(call)
             slot.explained |= bool(call.masks) or call.seam == "softmax"
-            if call.provisional:
-                slot.provisional.append(pool)
-            else:
-                slot.pool.add(pool)
+            slot.pool.add(pool)
 
     def values(self, call: AttentionCall, v: Tensor, output: Tensor) -> None:
         """Watches v and the output of a call that was seen at its softmax."""
-        pool = _Pool(peaks=value_peaks(v, output))
+        pool = _Pool(witness=value_witness(v, output))
         with self._lock:
             slot = self._slot(call)
-            if not call.provisional:
-                slot.pool.add(pool)
-            elif slot.provisional:
-                slot.provisional[-1].add(pool)
+            slot.pool.add(pool)
 
-    def confirm(self, layer: str) -> None:
-        """Counts the oldest provisional call of each of the layer's slots."""
+    def gradient(self, layer: str, call_index: int, kind: str, gradient: Tensor) -> None:
+        """Watches a gradient of a call that was seen; several threads may call."""
+        fresh = gradient_witness(gradient)
         with self._lock:
-            for (name, _), slot in self._slots.items():
-                if name == layer and slot.provisional:
-                    slot.pool.add(slot.provisional.pop(0))
+            slot = self._slots.get((layer, call_index)) or self._slots.get((layer, 0))
+            if slot is not None:
+                known = slot.pool.gradients
+                known[kind] = pooled(known.get(kind), fresh)
 
     def _slot(self, call: AttentionCall) -> _Slot:
         key = (call.layer, call.call_index)
@@ -170,19 +181,19 @@ class Meter:
         return {slot.name: slot.index for slot in self._slots.values()}
 
     def nonfinite_flag(self) -> Tensor | None:
-        """Device bool, 0-dim: whether a value in this step's forwards so far is not finite.
+        """Device bool, 0-dim: whether a value or gradient of this step so far is not finite.
 
         Rows without any visible key count too. None before the first forward of a step.
         """
         with self._lock:
-            peaks = [s.pool.peaks for s in self._slots.values() if s.pool.peaks is not None]
-        if not peaks:
-            return None
-        return is_bad(torch.stack([p.to(peaks[0].device) for p in peaks])).any()
+            pools = [slot.pool for slot in self._slots.values()]
+        groups = _by_device(pools, lambda pool: pool.any_tensor)
+        flags = [any_bad(table([pool.watched for pool in group])) for group in groups]
+        return torch.stack([f.to(flags[0].device) for f in flags]).any() if flags else None
 
     @torch.no_grad()
     def drain(self, step: int, *, read_sentinel: bool) -> Measurement:
-        """Ends the step: takes what was pooled, and drops what was never confirmed.
+        """Ends the step: takes what was pooled.
 
         Args:
             step: the step that the forwards since the last drain led to.
@@ -192,8 +203,8 @@ class Meter:
             slots = list(self._slots.values())
             taken = [(slot, slot.pool) for slot in slots]
             for slot in slots:
-                slot.pool, slot.provisional = _Pool(), []
-        for group in _by_device(taken, lambda pair: pair[1].peaks):
+                slot.pool = _Pool()
+        for group in _by_device(taken, lambda pair: pair[1].any_tensor):
             _note_bad(group, step)
         measured = [(s, p.accumulators, p.sequences) for s, p in taken if p.accumulators]
         if measured:
@@ -229,8 +240,7 @@ def _sequences(call: AttentionCall) -> int:
 
 def _note_bad(group: Sequence[tuple[_Slot, _Pool]], step: int) -> None:
     """Keeps, on the device, the first step at which each kind was not finite."""
-    peaks = torch.stack([pool.peaks for _, pool in group if pool.peaks is not None])
-    fresh = bad_steps(peaks, step)
+    fresh = bad_steps(table([pool.watched for _, pool in group]), step)
     for (slot, _), row in zip(group, fresh.unbind(), strict=True):
         slot.first_bad = row if slot.first_bad is None else torch.minimum(slot.first_bad, row)
 

@@ -37,6 +37,7 @@ from stability_probe.sinks import Sink
 from stability_probe.sinks.console import ConsoleSink
 from stability_probe.sinks.guard import GuardedSinks
 from stability_probe.sinks.tensorboard import TensorBoardSink
+from stability_probe.updates import Updates
 from stability_probe.views.coverage import coverage_text
 from stability_probe.waiting import Scalar, WaitingStep, copied, is_trouble
 
@@ -74,7 +75,8 @@ class Probe:
         except BaseException:
             self._attachment.close()
             raise
-        self._lookout = Lookout(self._attachment)
+        self._updates = Updates(optimizer)
+        self._lookout = Lookout(self._attachment, allow_eval=allow_eval)
         self._on_cpu = not any(p.device.type == "cuda" for p in model.parameters())
         self._alerts: list[Alert] = []
         self._kept: deque[StepRecord] = deque(maxlen=KEPT_RECORDS)
@@ -106,7 +108,8 @@ class Probe:
                 rules prefer it to the training loss.
             step: the number of this step, where the loop counts itself; else one more than the
                 last, the first being 1.
-            skipped: the optimizer did not update (GradScaler found an overflow).
+            skipped: the optimizer did not update (GradScaler found an overflow). Where `watch`
+                was given the optimizer, it sees this by itself.
 
         Raises:
             ProbeClosedError: after `close`. Nothing else: a fault becomes an alert.
@@ -134,10 +137,10 @@ class Probe:
         self._meter.level = self._level(self._step + 1)
 
     def nonfinite_flag(self) -> Tensor:
-        """Device bool, 0-dim: whether a value in this step's forwards so far is not finite.
+        """Device bool, 0-dim: whether a value or gradient of this step so far is not finite.
 
         Look at it before `optimizer.step()`; reading it is what waits for the device. Rows
-        without any visible key count too.
+        without any visible key count too, and gradients as a GradScaler has scaled them.
         """
         flag = self._meter.nonfinite_flag()
         return torch.zeros((), dtype=torch.bool) if flag is None else flag
@@ -188,6 +191,7 @@ class Probe:
             return
         self._closed = True
         self._attachment.close()
+        self._updates.close()
         try:
             self._flush(wait=True)
             self._emit_header()  # with what the coverage table has come to
@@ -237,11 +241,14 @@ class Probe:
             wall_time=time.time(),
         )
         copies = {name: copied(value) for name, value in numbers.items()}
-        self._waiting.append(WaitingStep(scalars, copies, measurement))
+        self._waiting.append(WaitingStep(scalars, copies, measurement, self._updates.take()))
         self._step, self._escalate = now, False
         self._flush(wait=False)
         for alert in self._lookout.after_step(now):
             self._raise(alert)
+        if self._updates.error is not None:
+            error, self._updates.error = self._updates.error, None
+            self._fault("watching the optimizer", error)
         self._announce()
         self._attachment.step = now + 1
         self._meter.level = self._level(now + 1)
@@ -375,7 +382,8 @@ def watch(
         rules: what alerts are raised by; by default the stock rules.
         sinks: further takers of records and alerts, beside TensorBoard and the console.
         on_alert: called with every alert.
-        optimizer: its learning rate is recorded with each step.
+        optimizer: its learning rate is recorded with each step, and updates that it did not
+            make (a GradScaler skipped them) are seen; call `step` after `optimizer.step()`.
         strict: faults of the probe raise instead of becoming alerts; for tests.
         allow_eval: accept attention that is all in eval mode (LoRA and DPO loops train so).
 

@@ -98,8 +98,8 @@ class AttentionCall:
     fused: bool = True  # the kernel accumulates in float32: an overflow is only potential
     pre_scaled: bool = False  # q already carries the scale (nn.MultiheadAttention)
     phase: str = "train"  # or "eval_grad": the module is in eval mode and trains all the same
-    provisional: bool = False  # a no-grad forward, until its recomputation confirms it
     input_rms: Tensor | None = None  # 0-dim: root mean square of the module's input
+    input: Tensor | None = None  # the module's own, of any shape
     sequences: int | None = None  # where it is not B: packed sequences, a part of a call
 
 
@@ -129,7 +129,7 @@ class FirstBad:
 
     layer: str
     layer_index: int
-    tensor: str  # "q", "k", "v", "scores" or "output"
+    tensor: str  # "input" (of the module), "q", "k", "v", "scores", "output" or "grad_" and one
     step: int
     explained: bool = False  # True: rows without any visible key could be all there is to it
 

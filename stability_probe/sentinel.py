@@ -1,59 +1,115 @@
-"""Watches every training forward for values that are not finite, without waiting for a device.
+"""Watches every training forward and backward for values that are not finite, without waiting.
 
-Per layer and kind of tensor it keeps the largest absolute value of the step, and the first step
-at which that value was NaN or infinite. A row without any visible key may give NaN by design;
-the sentinel cannot tell, so it marks where that could be the explanation.
+Per layer and kind of tensor it keeps one float32 number that is finite where the whole tensor
+is: its sum, or, of the scores, the largest one. A sum costs half of what the two extrema cost.
+Where finite values sum to more than 3.4e38 in float32 the sum overflows and they count as not
+finite. A row without any visible key may give NaN by design; the sentinel cannot tell, so it
+marks where that could be the explanation.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from stability_probe.records import AttentionCall
 
-KINDS = ("q", "k", "v", "scores", "output")
+FORWARD = ("input", "q", "k", "v", "scores", "output")
+BACKWARD = ("grad_output", "grad_v", "grad_q", "grad_k", "grad_input")
+KINDS = (*FORWARD, *BACKWARD)
 NEVER = 2.0**53  # a step that no run reaches, exact in float64
 
 
-def call_peaks(call: AttentionCall) -> Tensor:
-    """Largest absolute value [5] of a call's tensors by kind; 0 where a tensor is not known.
+def call_witness(call: AttentionCall) -> Tensor:
+    """A number per forward kind [6], finite where the tensor is; 0 where none is known.
 
-    NaN and infinity show. Of the scores only NaN and +inf count: -inf is a mask.
+    Of the scores only NaN and +inf count: -inf is a mask.
     """
     scores = call.scores_BHQK
     return _stacked(
-        call.q_BHQD,
-        call.k_BGKD,
-        call.v_BGKE,
-        None if scores is None else scores.amax().clamp(min=0.0),
-        call.output_BHQE,
+        _total(call.input),
+        _total(call.q_BHQD),
+        _total(call.k_BGKD),
+        _total(call.v_BGKE),
+        None if scores is None or scores.numel() == 0 else scores.amax().clamp(min=0.0).float(),
+        _total(call.output_BHQE),
     )
 
 
-def value_peaks(v: Tensor, output: Tensor) -> Tensor:
-    """As `call_peaks`, of the values and the output of a call that was seen at its softmax."""
-    return _stacked(None, None, v, None, output)
+def value_witness(v: Tensor, output: Tensor) -> Tensor:
+    """As `call_witness`, of the values and the output of a call that was seen at its softmax."""
+    return _stacked(None, None, None, _total(v), None, _total(output))
 
 
-def is_bad(peaks: Tensor) -> Tensor:
-    """Bool of the same shape: which peaks are not finite."""
-    return ~torch.isfinite(peaks)
+def gradient_witness(gradient: Tensor) -> Tensor:
+    """A number, 0-dim float32, that is finite where the whole gradient is. One reduction."""
+    total = _total(gradient)
+    return torch.zeros((), device=gradient.device) if total is None else total
 
 
-def bad_steps(peaks: Tensor, step: int) -> Tensor:
-    """`step` where a peak is not finite, `NEVER` elsewhere; minima of these pool over steps."""
-    wide = torch.float64 if peaks.device.type in ("cpu", "cuda") else torch.float32
-    never = torch.full_like(peaks, NEVER, dtype=wide)
-    return torch.where(is_bad(peaks), never.clamp(max=step), never)
+def pooled(one: Tensor | None, two: Tensor) -> Tensor:
+    """The witness of both; NaN and +-inf of either stay visible."""
+    return two if one is None else one + two
 
 
-def _stacked(*tensors: Tensor | None) -> Tensor:
-    present = next(t for t in tensors if t is not None)
+def table(rows: Sequence[tuple[Tensor | None, Mapping[str, Tensor]]]) -> Tensor:
+    """Forward witness and gradients of the layers on one device, [layers, 11] by `KINDS`."""
+    device = next(t for forward, back in rows for t in (forward, *back.values()) if t is not None)
+    none = torch.zeros((), device=device.device)
+    blank = none.expand(len(FORWARD))
+    forward = torch.stack([blank if row is None else row for row, _ in rows])
+    if not any(back for _, back in rows):
+        return torch.cat([forward, none.expand(len(rows), len(BACKWARD))], dim=1)
+    backward = torch.stack([back.get(kind, none) for _, back in rows for kind in BACKWARD])
+    return torch.cat([forward, backward.view(len(rows), -1)], dim=1)
+
+
+def is_bad(witness: Tensor) -> Tensor:
+    """Bool of the same shape: which are not finite."""
+    return ~torch.isfinite(witness)
+
+
+def any_bad(witness: Tensor) -> Tensor:
+    """Bool, 0-dim: whether anything in a table is not finite. The input alone does not count."""
+    return is_bad(witness[:, 1:]).any()
+
+
+def bad_steps(witness: Tensor, step: int) -> Tensor:
+    """`step` where a witness is not finite, `NEVER` elsewhere; minima of these pool over steps."""
+    wide = torch.float64 if witness.device.type in ("cpu", "cuda") else torch.float32
+    never = torch.full_like(witness, NEVER, dtype=wide)
+    return torch.where(is_bad(witness), never.clamp(max=step), never)
+
+
+def told(steps: Sequence[float]) -> list[tuple[str, int]]:
+    """The kinds that were bad and their first step, from a layer's row of `bad_steps`.
+
+    The input is told only where attention itself went bad at that step: what a module is given
+    first may be a mask, whose -inf is no event.
+    """
+    first = dict(zip(KINDS, steps, strict=True))
+    own = min(first[kind] for kind in FORWARD[1:])
+    return [
+        (kind, int(step))
+        for kind, step in first.items()
+        if step < NEVER and (kind != "input" or step == own)
+    ]
+
+
+def _total(tensor: Tensor | None) -> Tensor | None:
+    """Sum, 0-dim float32, of the part that lies here; None of nothing."""
+    to_local = getattr(tensor, "to_local", None)
+    tensor = tensor if to_local is None else to_local()
+    if tensor is None or tensor.numel() == 0:
+        return None
+    if tensor.dtype == torch.float16:  # its own range would overflow
+        return tensor.sum(dtype=torch.float32)
+    return tensor.sum().float()
+
+
+def _stacked(*numbers: Tensor | None) -> Tensor:
+    present = next(t for t in numbers if t is not None)
     none = torch.zeros((), device=present.device)
-    return torch.stack([none if t is None or t.numel() == 0 else _largest(t) for t in tensors])
-
-
-def _largest(tensor: Tensor) -> Tensor:
-    """Largest absolute value; both extrema keep NaN. On a CPU far faster than an inf-norm."""
-    return torch.maximum(tensor.amax(), -tensor.amin()).float()
+    return torch.stack([none if t is None else t for t in numbers])

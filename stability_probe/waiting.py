@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from stability_probe.meter import Measurement
 from stability_probe.records import Level, StepRecord, StepScalars
 from stability_probe.transfer import HostCopy
+from stability_probe.updates import Update
 
 Scalar = float | Tensor
 
@@ -22,11 +23,13 @@ class WaitingStep:
     scalars: StepScalars  # without the numbers below
     numbers: Mapping[str, HostCopy]  # loss, grad_norm, eval_loss: those that were given
     measurement: Measurement
+    update: Update = field(default_factory=Update)
 
     @property
     def ready(self) -> bool:
         """Whether `record` would not wait for a device."""
-        return self.measurement.ready and all(copy.ready for copy in self.numbers.values())
+        numbers = all(copy.ready for copy in self.numbers.values())
+        return self.measurement.ready and numbers and self.update.ready
 
     def record(self) -> StepRecord:
         """The whole record of the step."""
@@ -34,6 +37,7 @@ class WaitingStep:
         observations = self.measurement.observations()
         scalars = replace(
             self.scalars,
+            skipped=self.scalars.skipped or self.update.skipped,
             first_bad=self.measurement.first_bad(),
             loss=numbers.get("loss"),
             grad_norm=numbers.get("grad_norm"),

@@ -31,10 +31,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "replaying": {"records", "errors", "alerts", "monitor", "runlog", "stats.catalogue"},
     "lookout": {"records", "capture"},
     "header": {"records", "plan", "stats.catalogue"},
-    "waiting": {"records", "meter", "transfer"},
+    "updates": {"transfer"},
+    "waiting": {"records", "meter", "transfer", "updates"},
     "probe": {
         "records", "errors", "plan", "header", "waiting", "meter", "capture", "lookout",
-        "monitor", "alerts", "runlog", "sinks", "views",
+        "updates", "monitor", "alerts", "runlog", "sinks", "views",
     },
     "remedies": {"errors"},
     "demo": {"__init__", "records", "errors", "remedies", "runlog", "probe", "plan", "views",

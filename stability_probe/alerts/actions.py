@@ -26,6 +26,11 @@ SKIP_BATCH = "skip the batch, and look at it"
 FULLY_MASKED = "look for rows without any visible key: fully masked or padded queries"
 GRAD_SCALER = "nothing while GradScaler searches; if it goes on, lower the learning rate"
 CLIP_GRADIENT = "skip updates whose gradient norm is not finite"
+BACKWARD_IN_FLOAT32 = "try another attention backend (sdpa_kernel), or attention in float32"
+LOOK_DOWNSTREAM = "look at what comes after this layer: the loss, its scale, the layers between"
+LOOK_BELOW = "look at what feeds this layer: an overflow in the MLP or the residual stream below"
+UPDATE_CALLS = "if no scaler is in use, call probe.step() once after each optimizer.step()"
+GIVE_OPTIMIZER = "pass the optimizer: watch(model, optimizer=optimizer) sees skipped updates"
 GIVE_LOSS = "pass the loss: probe.step(loss=loss)"
 
 _BY_DRIVER = {

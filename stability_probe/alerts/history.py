@@ -23,6 +23,9 @@ from stability_probe.records import FirstBad, Observation, StepRecord, StepScala
 
 Float64 = npt.NDArray[np.float64]
 
+GRADIENT = "grad_"  # how `FirstBad.tensor` begins where it is a gradient
+_SKIPS_KEPT = 10_000  # records whose being skipped is remembered one by one
+
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
@@ -46,7 +49,11 @@ class History:
         record: the newest record.
         measured: the newest record that was measured; None before the first of the phase.
         fresh_bad: the newest record's `first_bad` entries that no earlier record had.
-        bad_at: the step of the newest record with a fresh entry that masking cannot explain.
+        bad_at: the step of the newest record with a fresh entry of a forward that masking cannot
+            explain.
+        bad_gradient_at: the step of the newest record with a fresh entry of a gradient.
+        updates: records so far, skipped or not.
+        skips: those whose update was skipped.
         loss_given: whether any loss has been given since the run began.
         names: layer names by column, in order of appearance.
         indices: the layers' places in the model, by column.
@@ -65,6 +72,9 @@ class History:
         self.measured: StepRecord | None = None
         self.fresh_bad: tuple[FirstBad, ...] = ()
         self.bad_at: int | None = None
+        self.bad_gradient_at: int | None = None
+        self.updates, self.skips = 0, 0
+        self._skipped: deque[tuple[int, bool]] = deque()
         self.loss_given = False
         self.names: list[str] = []
         self.indices: list[int] = []
@@ -87,6 +97,7 @@ class History:
         self._train_loss.update(scalars.step, scalars.loss)
         self._eval_loss.update(scalars.step, scalars.eval_loss)
         self.loss_given |= scalars.loss is not None or scalars.eval_loss is not None
+        self._note_update(scalars)
         self._note_bad(scalars.first_bad)
         if record.measured:
             self._measure(record)
@@ -95,6 +106,20 @@ class History:
     def fresh(self) -> bool:
         """Whether the newest record was measured."""
         return self.record.measured
+
+    def was_skipped(self, step: int) -> bool:
+        """Whether the update of a step was skipped, as far as that is remembered."""
+        return any(skipped for at, skipped in reversed(self._skipped) if at == step)
+
+    def bad_gradient_before(self, step: int) -> tuple[str, int] | None:
+        """Layer and step of a gradient that was not finite at the last update before `step`."""
+        last = next((s for s, skipped in reversed(self._skipped) if s < step and not skipped), None)
+        found = [
+            layer
+            for (layer, tensor), at in self._seen_bad.items()
+            if at == last and tensor.startswith(GRADIENT)
+        ]
+        return None if last is None or not found else (found[0], last)
 
     def loss(self, *, within: int) -> LossTrack:
         """The loss to judge by: of the fixed evaluation batch once that reaches back so far."""
@@ -156,7 +181,7 @@ class History:
 
     def _restart(self, scalars: StepScalars) -> None:
         self.start, self._phase = scalars.step, scalars.phase
-        self.measured, self.bad_at = None, None
+        self.measured, self.bad_at, self.bad_gradient_at = None, None, None
         self._growth.clear()
         for track in (self.logits, self.entropy, self._train_loss, self._eval_loss):
             track.clear()
@@ -165,12 +190,22 @@ class History:
 
     def _rewind(self, step: int) -> None:
         self.start = min(self.start, step)
-        self.measured, self.bad_at = None, None
+        while self._skipped and self._skipped[-1][0] >= step:
+            self.skips -= self._skipped.pop()[1]
+            self.updates -= 1
+        self.measured, self.bad_at, self.bad_gradient_at = None, None, None
         self._growth.clear()
         for track in (self.logits, self.entropy, self._train_loss, self._eval_loss):
             track.rewind(step)
         while self._frames and self._frames[-1].step >= step:
             self._frames.pop()
+
+    def _note_update(self, scalars: StepScalars) -> None:
+        self._skipped.append((scalars.step, scalars.skipped))
+        self.updates += 1
+        self.skips += scalars.skipped
+        if len(self._skipped) > _SKIPS_KEPT:
+            self._skipped.popleft()
 
     def _note_bad(self, first_bad: tuple[FirstBad, ...]) -> None:
         self.fresh_bad = tuple(
@@ -178,7 +213,10 @@ class History:
         )
         for bad in self.fresh_bad:
             self._seen_bad[bad.layer, bad.tensor] = bad.step
-        if not all(bad.explained for bad in self.fresh_bad):
+        backward = [bad.tensor.startswith(GRADIENT) for bad in self.fresh_bad]
+        if any(backward):
+            self.bad_gradient_at = self.step
+        if not all(b or bad.explained for b, bad in zip(backward, self.fresh_bad, strict=True)):
             self.bad_at = self.step
 
     def _measure(self, record: StepRecord) -> None:

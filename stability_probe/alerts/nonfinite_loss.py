@@ -9,7 +9,7 @@ import numpy as np
 
 from stability_probe.alerts.actions import CLIP_GRADIENT, FROM_CHECKPOINT, GRAD_SCALER, SKIP_BATCH
 from stability_probe.alerts.history import History
-from stability_probe.alerts.nonfinite import attention_is_finite
+from stability_probe.alerts.nonfinite_layers import attention_is_finite
 from stability_probe.alerts.rule import Finding, Verdict, announce
 from stability_probe.detect.growth import SHORT_GROWTH, GrowthTest
 from stability_probe.detect.series import Span
@@ -22,7 +22,8 @@ class NonFiniteLoss:
 
     A gradient norm that is not finite is info where the update was skipped (a loss scale being
     searched) and a warning where it was not: the update may have put NaN into the weights.
-    Steps at which attention itself is known to hold such values are left to `nonfinite`.
+    Steps at which attention itself is known to hold such values are left to `nonfinite`, and so
+    is such a norm where a gradient of attention is known to be the cause.
 
     Attributes:
         growth: what counts as attention that is not calm.
@@ -46,6 +47,8 @@ class NonFiniteLoss:
         if math.isfinite(value):
             return {None: None}
         if not attention_is_finite(history):
+            return {}
+        if statistic == "grad_norm" and history.bad_gradient_at == step:
             return {}
         if statistic != "grad_norm":
             severity = Severity.CRITICAL

@@ -10,6 +10,7 @@ from stability_probe.alerts.loss_missing import LossMissing
 from stability_probe.alerts.nonfinite import NonFinite
 from stability_probe.alerts.nonfinite_loss import NonFiniteLoss
 from stability_probe.alerts.rule import Rule
+from stability_probe.alerts.skipped_update import SkippedUpdate
 
 
 def stock_rules() -> tuple[Rule, ...]:
@@ -21,5 +22,6 @@ def stock_rules() -> tuple[Rule, ...]:
         AttentionDivergence(),
         LogitGrowth(),
         EntropyCollapse(),
+        SkippedUpdate(),
         LossMissing(),
     )

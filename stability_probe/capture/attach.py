@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from stability_probe.capture.chunks import Calls
 from stability_probe.capture.entries import look_for_entries, unwatch_entries, watch_entries
 from stability_probe.capture.functions import AttentionMode, Seen
+from stability_probe.capture.gradients import Gradients
 from stability_probe.capture.graph import read_graph
 from stability_probe.capture.hooks import BeginHook, EndHook, EnterHook, LeaveHook, is_live
 from stability_probe.capture.layout import UnsupportedCallError
@@ -54,8 +55,8 @@ class Receiver(Protocol):
     def values(self, call: AttentionCall, v: Tensor, output: Tensor) -> None:
         """The product of the attention weights of a call, given without its tensors, with v."""
 
-    def confirm(self, layer: str) -> None:
-        """The layer's provisional calls were a checkpoint's first forward after all."""
+    def gradient(self, layer: str, call_index: int, kind: str, gradient: Tensor) -> None:
+        """A gradient of one of a call's tensors, in backward, on any thread; not to be kept."""
 
 
 class Attachment:
@@ -66,11 +67,13 @@ class Attachment:
         self.faults: list[tuple[str, str]] = []  # (layer, what happened), for the probe to drain
         self.step = 1
         self.forwards = 0  # of the watched model or its parts, admitted ones only
+        self.forwards_in_eval = 0  # those of them whose modules are in eval mode
         self.refused_in_eval = 0
         self._model = model
         self._receiver = receiver
         self._strict = strict
         self._mode = AttentionMode(self)
+        self._gradients = Gradients(receiver, self.fault)
         self._handles: list[RemovableHandle] = []
         self._names: dict[int, str] = {}
         self._strangers: set[int] = set()  # modules outside the model, by identity
@@ -136,6 +139,7 @@ class Attachment:
         """Removes all hooks and modes. Safe to call twice."""
         self._unhook()
         unwatch_entries(self._mode)
+        self._gradients.close()
         self._mode.scope.heal()
         self._mode.clear()
 
@@ -210,10 +214,9 @@ class Attachment:
         try:
             frame = self._mode.scope.enter(name, module, args, kwargs)
             site = self.sites.get(name)
-            if frame.admission is Admission.RECOMPUTE:
-                self._receiver.confirm(name)
-            elif frame.looking:
+            if frame.looking:
                 self.forwards += 1
+                self.forwards_in_eval += frame.admission is Admission.EVAL_GRAD
                 self._ran.add(name)
             elif not module.training:
                 self.refused_in_eval += 1
@@ -275,9 +278,11 @@ class Attachment:
         if site.verification is None and self._receiver.measuring:
             site.verify(call, seen)
         self._receiver.call(call)
+        graph = {**seen.graph, "grad_input": frame.input}
+        self._gradients.watch(call.layer, call.call_index, graph)
         return dataclasses.replace(
             call, q_BHQD=None, k_BGKD=None, scores_BHQK=None, input_rms=None,
-            masks=(), v_BGKE=None, output_BHQE=None,
+            input=None, masks=(), v_BGKE=None, output_BHQE=None,
         )  # fmt: skip
 
     def _placed(self, site: Site, frame: Frame, seen: Seen) -> AttentionCall:
@@ -293,7 +298,9 @@ class Attachment:
     ) -> None:
         """Attention weights met their values."""
         if isinstance(token, AttentionCall):
-            self._receiver.values(token, v, output)
+            self._receiver.values(token, v.detach(), output.detach())
+            graph = {"grad_v": v, "grad_output": output}
+            self._gradients.watch(token.layer, token.call_index, graph)
         elif path and path[-1].looking:
             self._site_of(path[-1]).plain_softmax = True  # from its next forward on
 

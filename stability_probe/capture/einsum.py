@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor
 
 
-def einsum_operands(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, tuple[int, int]] | None:
-    """q [..., Q, D], k [..., K, D] and the axes of an einsum that contracts one index.
+def einsum_operands(
+    args: tuple[Any, ...],
+) -> tuple[Tensor, Tensor, tuple[int, int], tuple[Tensor, Tensor]] | None:
+    """q [..., Q, D], k [..., K, D], the axes of an einsum that contracts one index, its factors.
 
     The operand that owns an output letter later in the equation's result holds the keys.
     """
@@ -29,7 +31,7 @@ def einsum_operands(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, tuple[int, i
     batch = [c for c in right if c not in (first, second)]
     q, k = (_laid_out(tensor, letters, [*batch, row, width]) for tensor, letters, row in pairs)
     axes = (right.index(pairs[0][2]) - len(right), right.index(pairs[1][2]) - len(right))
-    return q, k, axes
+    return q, k, axes, (pairs[0][0], pairs[1][0])
 
 
 def _laid_out(tensor: Tensor, letters: str, wanted: list[str]) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +62,7 @@ class Seen:
     heads: int | None = None  # where the caller said so
     pre_scaled: bool = False
     exact: bool = True  # q, k, scale, soft-cap and masks give the scores; else q and k are raw
+    graph: Mapping[str, Tensor] = field(default_factory=dict)  # the caller's own, by gradient
     descends: bool = True  # from a product q k^T; a softmax that does not may be a router
     chunk: Chunk | None = None  # where q and k lie, to merge calls that are parts of one
     attends: str = ""  # "self", "cross", "mixed"; empty: not known
@@ -76,7 +77,10 @@ class Listener(Protocol):
     def values(
         self, token: object | None, path: tuple[Frame, ...], v: Tensor, output: Tensor
     ) -> None:
-        """The product of attention weights with the values, made at or below `path`."""
+        """The product of attention weights with the values, made at or below `path`.
+
+        Both are the caller's own tensors, which may take part in a graph.
+        """
 
     def fault(self, frame: Frame | None, error: Exception) -> None:
         """Reading a call failed; the user's call itself was not touched."""
@@ -166,7 +170,7 @@ class AttentionMode(TorchFunctionMode):
     def _sdpa(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> Seen:
         given = dict(zip(_SDPA_ARGUMENTS, args, strict=False)) | dict(kwargs)
         real_q, real_k = given["query"], given["key"]
-        q, k, v = (given[name].detach().to(out.dtype) for name in ("query", "key", "value"))
+        q, k, v = (given[name].detach().to(out.dtype) for name in _QKV)
         mask, scale = given.get("attn_mask"), given.get("scale")
         return Seen(
             seam="sdpa",
@@ -183,6 +187,7 @@ class AttentionMode(TorchFunctionMode):
             heads=self._local.heads,
             chunk=chunk_of(real_q, real_k),
             attends=self._attends(real_q, real_k),
+            graph={"grad_output": out, **{f"grad_{name[0]}": given[name] for name in _QKV}},
         )
 
     def _attends(self, q: Tensor, k: Tensor) -> str:
@@ -231,8 +236,10 @@ class AttentionMode(TorchFunctionMode):
                         dtype=scores.dtype, heads=heads, descends=False)  # fmt: skip
         (query, key), keys = record.axes, record.k.shape[-2]
         q, k = record.q, record.k
+        factors = record.factors or ()
         if dim == query:
             (q, k), (query, key), keys = (k, q), (key, query), q.shape[-2]
+            factors = factors[::-1]
         layout = ((query, key), (-2, -1))
         if record.sink is not None:
             start = int(record.sink_first)
@@ -251,8 +258,9 @@ class AttentionMode(TorchFunctionMode):
             sink=None if record.sink is None else record.sink.movedim(*layout),
             dtype=record.dtype,
             heads=heads,
+            graph=dict(zip(("grad_q", "grad_k"), factors, strict=False)),
             pre_scaled=heads is not None,  # nn.MultiheadAttention scales q before the product
-            attends=self._attends(q, k),
+            attends=self._attends(*(factors or (q, k))),
         )
         if not exact and not (traced and record.raw and record.softcap is None):
             return seen
@@ -285,13 +293,14 @@ class AttentionMode(TorchFunctionMode):
                 if isinstance(a, Tensor) and not isinstance(ledger.get(a), Weights)
             )  # fmt: skip
             path = _common(weights.path, self.scope.path)
-            self._listener.values(weights.call, path, v.detach(), out.detach())
+            self._listener.values(weights.call, path, v, out)
             return
         record = provenance.scores_of_product(func, args, kwargs, out, self.scope.path)
         if record is not None:
             ledger.put(out, record)
 
 
+_QKV = ("query", "key", "value")
 _SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 

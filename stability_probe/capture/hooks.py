@@ -38,7 +38,7 @@ class InertHook:
         """Changes nothing."""
 
 
-class _CopiesInert:
+class CopiesInert:
     """A hook whose copies and pickles are inert."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
@@ -48,7 +48,7 @@ class _CopiesInert:
         return InertHook, ()
 
 
-class EnterHook(_CopiesInert):
+class EnterHook(CopiesInert):
     """A module's forward pre-hook."""
 
     def __init__(self, boundary: Boundary, name: str) -> None:
@@ -61,7 +61,7 @@ class EnterHook(_CopiesInert):
             self.boundary.enter(self.name, module, args, kwargs)
 
 
-class LeaveHook(_CopiesInert):
+class LeaveHook(CopiesInert):
     """A module's forward hook; registered so that it also runs after an exception."""
 
     def __init__(self, boundary: Boundary, name: str) -> None:
@@ -74,7 +74,7 @@ class LeaveHook(_CopiesInert):
             self.boundary.leave(self.name, module, output)
 
 
-class BeginHook(_CopiesInert):
+class BeginHook(CopiesInert):
     """The watched model's own forward pre-hook."""
 
     def __init__(self, boundary: Boundary) -> None:
@@ -86,7 +86,7 @@ class BeginHook(_CopiesInert):
             self.boundary.begin()
 
 
-class EndHook(_CopiesInert):
+class EndHook(CopiesInert):
     """The watched model's own forward hook; also runs after an exception."""
 
     def __init__(self, boundary: Boundary) -> None:

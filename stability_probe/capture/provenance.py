@@ -53,6 +53,7 @@ class Scores:
     sink_first: bool = False
     exact: bool = True
     raw: bool = True  # `scale * q k^T` are the products before soft-cap and bias
+    factors: tuple[Tensor, Tensor] | None = None  # the caller's own q and k, for their gradients
 
     @property
     def fresh(self) -> bool:
@@ -162,24 +163,25 @@ def scores_of_product(
         operands = einsum_operands(args)
         if operands is None:
             return None
-        q, k, axes = operands
+        q, k, axes, factors = operands
     elif func in f.BADDBMM:
         bias, q, k_t = operands_of(args, kwargs, "input", "batch1", "batch2")
         beta, scale = kwargs.get("beta", 1), float(kwargs.get("alpha", 1))
         masks = (_reference(bias * beta if beta != 1 else bias, out),) if beta != 0 else ()
-        k = k_t.transpose(-2, -1)
+        k, factors = k_t.transpose(-2, -1), (q, k_t)
     else:
         q, k_t = operands_of(args, kwargs, "input", ("other", "mat2"))
         if func is torch.Tensor.__rmatmul__:
             q, k_t = k_t, q
         if min(q.dim(), k_t.dim()) < 2:
             return None
-        k = k_t.transpose(-2, -1)
+        k, factors = k_t.transpose(-2, -1), (q, k_t)
     if _is_parameter(q) or _is_parameter(k) or out.dim() < 2 or not out.is_floating_point():
         return None
     return Scores(
-        q, k, (q._version, k._version), out.dtype, path, axes=axes, scale=scale, masks=masks
-    )
+        q, k, (q._version, k._version), out.dtype, path,
+        axes=axes, scale=scale, masks=masks, factors=factors,
+    )  # fmt: skip
 
 
 def follow(

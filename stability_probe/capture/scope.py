@@ -22,23 +22,28 @@ from torch.overrides import (
     _get_current_function_mode,
 )
 
+from stability_probe.capture.recompute import Recomputations
+
 
 class Admission(Enum):
     """What the gate says of one forward of one module."""
 
     REFUSED = "refused"
     TRAIN = "train"
-    PROVISIONAL = "provisional"  # train mode without gradients: a checkpoint's first forward,
-    # or `generate()` inside training; only a recomputation in backward tells them apart
     EVAL_GRAD = "eval_grad"  # eval mode, yet gradients flow: LoRA and DPO loops train so
-    RECOMPUTE = "recompute"  # inside backward: the same forward once more
 
 
-def admit(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Admission:
+def admit(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    recomputations: Recomputations,
+) -> Admission:
     """Decides whether a forward of `module` may be recorded.
 
     A forward under tracing, vmap or functorch, one of fake tensors (a memory estimate, say), and
-    an evaluation, are refused.
+    an evaluation, are refused. So is whatever runs without gradients: `generate()` inside
+    training, and the first forward of a reentrant checkpoint, whose recomputation is recorded.
     """
     if (
         torch.compiler.is_compiling()
@@ -48,13 +53,13 @@ def admit(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     ):
         return Admission.REFUSED
-    if torch._C._current_graph_task_id() != -1:
-        return Admission.RECOMPUTE
+    if not torch.is_grad_enabled():
+        return Admission.REFUSED
+    if torch._C._current_graph_task_id() != -1 and not recomputations.recorded():
+        return Admission.REFUSED
     if module.training:
-        return Admission.TRAIN if torch.is_grad_enabled() else Admission.PROVISIONAL
-    if torch.is_grad_enabled() and _gradients_flow(module, args, kwargs):
-        return Admission.EVAL_GRAD
-    return Admission.REFUSED
+        return Admission.TRAIN
+    return Admission.EVAL_GRAD if _gradients_flow(module, args, kwargs) else Admission.REFUSED
 
 
 def _gradients_flow(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -73,13 +78,13 @@ class Frame:
     module: nn.Module
     admission: Admission
     mode_before: bool  # whether the mode was on outside this frame
-    input: torch.Tensor | None = None  # the module's first floating-point argument
+    input: torch.Tensor | None = None  # the caller's own: the first floating-point argument
     since: int = 0  # autograd's sequence number when the forward began
 
     @property
     def looking(self) -> bool:
         """Whether attention calls in here are recorded."""
-        return self.admission not in (Admission.REFUSED, Admission.RECOMPUTE)
+        return self.admission is not Admission.REFUSED
 
 
 class Scope(threading.local):
@@ -87,6 +92,7 @@ class Scope(threading.local):
 
     def __init__(self, mode: TorchFunctionMode) -> None:
         self.mode = mode
+        self._recomputations = Recomputations()
         self.frames: list[Frame] = []
         self.mode_on = False
         self.muted = False
@@ -101,9 +107,11 @@ class Scope(threading.local):
         """Asks the gate and pushes a frame; call it from a forward pre-hook."""
         if any(frame.module is module for frame in self.frames):
             self.heal()  # its post-hook never ran: Ctrl-C skips even `always_call` hooks
-        admission = Admission.REFUSED if self.muted else admit(module, args, kwargs)
+        admission = (
+            Admission.REFUSED if self.muted else admit(module, args, kwargs, self._recomputations)
+        )
         tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
-        first = next((t.detach() for t in tensors if t.is_floating_point()), None)
+        first = next((t for t in tensors if t.is_floating_point()), None)
         frame = Frame(name, module, admission, self.mode_on, first, _sequence_number())
         self.frames.append(frame)
         self._switch(frame.looking)

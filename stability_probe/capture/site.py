@@ -105,8 +105,9 @@ def call_of(site: Site, frame: Frame, seen: Seen, *, index: int, with_input: boo
         UnsupportedCallError: it cannot be read.
     """
     seen, rms = packed(seen), None
-    if with_input and frame.input is not None:
-        rms = values_of(frame.input).float().square().mean().sqrt()
+    given = None if frame.input is None else values_of(frame.input.detach())
+    if with_input and given is not None:
+        rms = given.float().square().mean().sqrt()
     return AttentionCall(
         layer=site.name,
         layer_index=site.index,
@@ -121,7 +122,7 @@ def call_of(site: Site, frame: Frame, seen: Seen, *, index: int, with_input: boo
         fused=seen.seam != "softmax",
         pre_scaled=seen.pre_scaled,
         phase="eval_grad" if frame.admission is Admission.EVAL_GRAD else "train",
-        provisional=frame.admission is Admission.PROVISIONAL,
         input_rms=rms,
+        input=given,
         **canonical(seen, site.heads),
     )

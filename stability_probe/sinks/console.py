@@ -24,6 +24,8 @@ LEVELS: Mapping[Severity, int] = MappingProxyType(
 
 MAX_PER_STEP = 8  # of one severity; a fault in every layer of a deep model is one fault
 
+MANY_SKIPPED = 0.1  # a share of the updates; a loss scale that settles stays far below
+
 
 def alert_text(alert: Alert) -> str:
     """What to read when an alert fires: what, where, why, and what to do, a line each."""
@@ -57,6 +59,7 @@ class ConsoleSink:
         """Log to the logger of this name."""
         self._logger = logging.getLogger(logger)
         self._step = 0
+        self._updates, self._skipped = 0, 0
         self._counts: Counter[Severity] = Counter()
         self._firsts: dict[Severity, Alert] = {}
         self._firing: set[tuple[str, str | None]] = set()
@@ -73,17 +76,26 @@ class ConsoleSink:
             case StepRecord():
                 self._log_unprinted()
                 self._step = event.step
+                self._updates += 1
+                self._skipped += event.scalars.skipped
             case Alert():
                 self._on_alert(event)
 
     def close(self) -> None:
-        """Log how many alerts there were, the first of each severity, and what still fires."""
+        """Log how many alerts there were, the first of each severity, and what still fires.
+
+        Skipped updates are counted once more; as a warning where they are many.
+        """
         if self._closed:
             return
         self._closed = True
         self._log_unprinted()
         worrying = self._counts[Severity.WARNING] + self._counts[Severity.CRITICAL]
         self._log(logging.WARNING if worrying else logging.INFO, self._summary())
+        if self._skipped:
+            many = self._skipped >= MANY_SKIPPED * self._updates
+            counted = f"{self._skipped} of {self._updates} updates skipped"
+            self._log(logging.WARNING if many else logging.INFO, counted)
 
     def _on_alert(self, alert: Alert) -> None:
         self._step = max(self._step, alert.step)

@@ -21,12 +21,17 @@ def test_fires_at_step_one():
     assert (alert.statistic, alert.value, alert.limit) == ("nonfinite", 3.0, 0.0)
     assert "3 values that are not finite in its q (head 1;" in alert.message
     assert "entropy ratio 0.5 -> 0.5" in alert.message
-    assert "from below" in alert.cause
+    assert "its projections or norms" in alert.cause
 
 
 @pytest.mark.parametrize(
     ("tensor", "cause"),
-    [("k", "from below"), ("v", "from below"), ("scores", "overflow"), ("output", "the kernel")],
+    [
+        ("k", "projections"),
+        ("v", "another of its inputs"),
+        ("scores", "overflow"),
+        ("output", "the kernel"),
+    ],
 )
 def test_the_first_bad_tensor_is_named_and_decides_the_cause(tensor, cause):
     (alert,) = watch([record(5, layer("a", 0, (1, 1), **{f"nonfinite_{tensor}": [1, 1]}))], RULES)

@@ -62,7 +62,7 @@ class Taker:
     def values(self, call: AttentionCall, v: Tensor, output: Tensor) -> None:
         """Not needed here."""
 
-    def confirm(self, layer: str) -> None:
+    def gradient(self, layer: str, call_index: int, kind: str, gradient: Tensor) -> None:
         """Not needed here."""
 
 
