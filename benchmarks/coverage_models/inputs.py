@@ -188,8 +188,9 @@ def variants(model: nn.Module, config: Any, kind: str) -> Iterator[tuple[str, di
     text = any(n in fed for n in ("input_ids",))
     if not (text and facts.get("image_token_id", "image_token_index") is not None):
         yield "all", with_labels(model, fed, facts, kind)
+    own = set(INPUTS.get(facts.config.model_type, lambda _: {})(facts))
     for extra in ({"attention_mask"}, set()):
-        only = {main, "decoder_input_ids", *needed, *extra}
+        only = {main, "decoder_input_ids", *needed, *extra, *own}
         yield "main", with_labels(
             model, {n: v for n, v in everything.items() if n in only}, facts, kind
         )

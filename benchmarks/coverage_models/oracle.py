@@ -107,7 +107,7 @@ class Oracle(TorchDispatchMode):
             self._mark(out, call, tuple(self._path))
         elif name in _PRODUCTS:
             self._product(args)
-        elif name not in _REDUCES and self._pending:
+        elif self._pending and (name not in _REDUCES or _mixes(name, args, out)):
             self._follow(args, out)
         return out
 
@@ -138,6 +138,13 @@ class Oracle(TorchDispatchMode):
                     call.module = shared[-1] if shared else "(root)"
                     self.calls.append(call)
                 return
+
+
+def _mixes(name: str, args: tuple[Any, ...], out: Any) -> bool:
+    """Whether a linear map mixes heads: it gives as many numbers as it gets."""
+    return name in ("mm", "addmm") and any(
+        isinstance(a, Tensor) and a.dim() == 2 and a.shape == out.shape for a in args
+    )
 
 
 def _storage(tensor: Tensor) -> int:

@@ -16,19 +16,25 @@ CONFIG: dict[str, dict[str, Any]] = {
     "autoformer": {**_SERIES, "moving_average": 3},
     "informer": _SERIES,
     "time_series_transformer": _SERIES,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+              "expert_layer_offset": 1},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "bamba": {"attn_layer_indices": [1]},
     "cvt": {"depth": [1, 1, 2]},
     "chameleon": {"vocabulary_map": {"<image>": 8, "IMGIMGA": 9}},
 }
 
 INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "bros": lambda facts: {"bbox": torch.rand(BATCH, LENGTH, 8)},
+    "bros": lambda facts: {"bbox": torch.rand(BATCH, LENGTH, 4)},
     "clap": lambda facts: {
         "input_features": torch.randn(BATCH, 1, 256, 64), "is_longer": torch.zeros(BATCH, 1, dtype=torch.bool),
     },
-    "blip_2_qformer": lambda facts: {"attention_mask": None},
+    "blip_2_qformer": lambda facts: {
+        "attention_mask": None,
+        "encoder_hidden_states": torch.randn(BATCH, 6, facts.get("encoder_hidden_size")),
+    },
     "clvp": lambda facts: {"input_features": torch.randn(BATCH, facts.get("feature_size"), 32)},
 }
 

@@ -20,7 +20,8 @@ from stability_probe.records import Origin
 from .case import Case, seed
 from .oracle import Call, Oracle
 
-STEPS = 3
+STEPS = 2  # the first is the probe's discovery; at the second it only follows the sites
+PATIENCE = 3  # so many steps of discovery before the probe says what it did not see
 NO_ATTENTION = "watch() says that there is no attention"
 EVERY_STEP = Plan(dense=0, every=1, full_every=1)
 
@@ -77,11 +78,11 @@ def run(case: Case) -> Result:
     if result.differs and differences(bare, _unwatched(case, oracle=False)[0]):
         result.notes.append("two unwatched runs differ too")
     result.identical = not result.differs
-    _coverage(result, calls, probe)
+    _coverage(result, calls, probe, probe._step)
     _entropies(result, calls, probe)
     without = probe
-    if case.has_dropout:
-        _, without = _watched(case, dropout=False, steps=2)
+    if case.has_dropout and any(r.verified == "reissued" for r in probe.coverage):
+        _, without = _watched(case, dropout=False, steps=1)
     _checks(result, without)
     operational = [a for p in (probe, without) for a in p.alerts if a.origin is Origin.OPERATIONAL]
     result.alerts = list(dict.fromkeys(f"{a.rule}: {a.layer}: {a.message}" for a in operational))
@@ -110,7 +111,9 @@ def _watched(case: Case, *, dropout: bool, steps: int = STEPS) -> tuple[Trace, s
             losses.append(_update(case.loss(model), optimizer))
             probe.step(loss=losses[-1])
         trace = _trace(model, losses)
-        probe.coverage  # noqa: B018 (read while the model is alive)
+        while dropout and probe._attachment.discovering and len(losses) < PATIENCE:
+            losses.append(_update(case.loss(model), optimizer))
+            probe.step(loss=losses[-1])
         probe.close()
     return trace, probe
 
@@ -135,7 +138,7 @@ def _trace(model: nn.Module, losses: list[Tensor]) -> Trace:
     state = {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
     state |= {f"grad {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     randomness = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())  # noqa: NPY002
-    return Trace(losses, state, randomness)
+    return Trace(list(losses), state, randomness)
 
 
 def differences(one: Trace, two: Trace) -> str:
@@ -166,7 +169,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _coverage(result: Result, calls: list[Call], probe: sp.Probe) -> None:
+def _coverage(result: Result, calls: list[Call], probe: sp.Probe, steps: int) -> None:
     """Which of the oracle's modules have a site at, in or around them."""
     reports = [r for r in probe.coverage if r.seam]
     sites = [r.layer for r in reports]
@@ -174,7 +177,7 @@ def _coverage(result: Result, calls: list[Call], probe: sp.Probe) -> None:
     result.attention = len(modules)
     result.seen = sum(any(same_branch(m, s) for s in sites) for m in modules)
     result.sites, result.calls = len(sites), len(calls)
-    result.calls_seen = round(sum(r.calls for r in reports) / STEPS)
+    result.calls_seen = round(sum(r.calls for r in reports) / steps)
     missed = [m for m in modules if not any(same_branch(m, s) for s in sites)]
     if missed:
         kinds = sorted({c.operator for c in calls if c.module in missed})
