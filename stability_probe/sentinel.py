@@ -28,7 +28,9 @@ def call_witness(call: AttentionCall) -> Tensor:
     Of the scores only NaN and +inf count: -inf is a mask.
     """
     scores = call.scores_BHQK
+    given = call.q_BHQD if scores is None else scores
     return _stacked(
+        torch.device("cpu") if given is None else given.device,
         _total(call.input),
         _total(call.q_BHQD),
         _total(call.k_BGKD),
@@ -40,7 +42,7 @@ def call_witness(call: AttentionCall) -> Tensor:
 
 def value_witness(v: Tensor, output: Tensor) -> Tensor:
     """As `call_witness`, of the values and the output of a call that was seen at its softmax."""
-    return _stacked(None, None, None, _total(v), None, _total(output))
+    return _stacked(v.device, None, None, None, _total(v), None, _total(output))
 
 
 def gradient_witness(gradient: Tensor) -> Tensor:
@@ -109,7 +111,6 @@ def _total(tensor: Tensor | None) -> Tensor | None:
     return tensor.sum().float()
 
 
-def _stacked(*numbers: Tensor | None) -> Tensor:
-    present = next(t for t in numbers if t is not None)
-    none = torch.zeros((), device=present.device)
+def _stacked(device: torch.device, *numbers: Tensor | None) -> Tensor:
+    none = torch.zeros((), device=device)
     return torch.stack([none if t is None else t for t in numbers])

@@ -47,8 +47,12 @@ class Updates:
         self.error: Exception | None = None  # the last fault, for the probe to take
         self._made = False
         self._found_inf: list[HostCopy] = []
-        inner = _innermost(optimizer)
-        self._handle = None if inner is None else inner.register_step_post_hook(self._after_step)
+        self._handle = None
+        if (inner := _innermost(optimizer)) is not None:
+            try:
+                self._handle = inner.register_step_post_hook(self._after_step)
+            except Exception as error:  # a subclass that never called Optimizer.__init__
+                self.error = error
 
     def take(self) -> Update:
         """What happened since the last call."""

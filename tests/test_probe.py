@@ -54,10 +54,14 @@ def test_steps_count_from_one_and_may_be_given() -> None:
     model = Model(Attention())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     with sp.watch(model, sinks=[sink], optimizer=optimizer, strict=True) as probe:
-        train_step(model, probe)
-        train_step(model, probe, grad_norm=torch.tensor([2.0]), eval_loss=3.0)
-        train_step(model, probe, step=10, skipped=True)
-        train_step(model, probe)
+        for numbers in (
+            {},
+            {"grad_norm": torch.tensor([2.0]), "eval_loss": 3.0},
+            {"step": 10, "skipped": True},
+            {},
+        ):
+            optimizer.step()
+            train_step(model, probe, **numbers)
     scalars = [r.scalars for r in sink.records]
     assert [s.step for s in scalars] == [1, 2, 10, 11]
     assert [s.skipped for s in scalars] == [False, False, True, False]
@@ -336,7 +340,7 @@ def test_kill_9_loses_no_step_whose_call_had_returned(tmp_path: Path) -> None:
         code = RUN_AND_TELL.format(tests=str(Path(__file__).parent), logdir=str(logdir))
         child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
-        lines = [child.stdout.readline()]
+        lines = [child.stdout.readline() for _ in range(6)]
         time.sleep(0.1 + chance.random() / 2)
         os.kill(child.pid, signal.SIGKILL)
         lines += child.stdout.readlines()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -363,6 +362,22 @@ def test_the_optimizer_inside_a_wrapper_is_watched_and_other_objects_are_not() -
     other.close()
 
 
+def test_an_optimizer_that_takes_no_hook_is_one_alert() -> None:
+    class Strange(Optimizer):
+        def __init__(self) -> None:
+            self.param_groups = [{"lr": 0.1}]
+
+    model = Model(Attention())
+    with sp.watch(model, optimizer=Strange()) as probe:
+        for _ in range(3):
+            loss_of(model, tokens()).backward()
+            probe.step()
+        assert not any(r.scalars.skipped for r in probe._kept)
+    (alert,) = probe.alerts
+    assert alert.rule == "probe_fault"
+    assert "watching the optimizer" in alert.message
+
+
 def test_one_real_update_between_two_steps_is_enough() -> None:
     yes, no = (HostCopy(torch.tensor([x])) for x in (1.0, 0.0))
     assert Update(known=True, found_inf=(yes, yes)).skipped
@@ -394,7 +409,7 @@ def test_an_overflow_in_the_layers_between_is_not_blamed_on_attention() -> None:
         mlp = model.blocks[0].mlp
         for linear, value in ((mlp[0], 300.0), (mlp[2], 3e4)):
             linear.weight.copy_(linear.weight.sign() * value)
-    with sp.watch(model, strict=True) as probe, warnings.catch_warnings():
+    with sp.watch(model, strict=True) as probe:
         loss_of(model, tokens()).backward()
         probe.step()
         alert = next(a for a in probe.alerts if a.rule == "nonfinite")

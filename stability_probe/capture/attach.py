@@ -281,8 +281,9 @@ class Attachment:
         graph = {**seen.graph, "grad_input": frame.input}
         self._gradients.watch(call.layer, call.call_index, graph)
         return dataclasses.replace(
-            call, q_BHQD=None, k_BGKD=None, scores_BHQK=None, input_rms=None,
-            input=None, masks=(), v_BGKE=None, output_BHQE=None,
+            call, q_BHQD=None, k_BGKD=None, scores_BHQK=None, input_rms=None, input=None,
+            masks=(), v_BGKE=None, output_BHQE=None, score_mod=None, mask_mod=None,
+            sink_BHQ1=None, lse_BHQ=None,
         )  # fmt: skip
 
     def _placed(self, site: Site, frame: Frame, seen: Seen) -> AttentionCall:

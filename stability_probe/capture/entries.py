@@ -159,9 +159,7 @@ def _wrap(original: Callable[..., Any], entry: EntryPoint) -> _Replaced:
 
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return original(*args, **kwargs)
-        watcher = _looking()
+        watcher = None if _is_traced() else _looking()
         if watcher is None:
             return original(*args, **kwargs)
         with watcher.mode.scope.quiet():
@@ -172,6 +170,13 @@ def _wrap(original: Callable[..., Any], entry: EntryPoint) -> _Replaced:
     replaced = _Replaced(original, watched, entry)
     _BOARD.replaced[id(original)] = replaced
     return replaced
+
+
+def _is_traced() -> bool:
+    """Whether a compiler or a functorch transform runs the call; it then gets the original."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _looking() -> _Watcher | None:

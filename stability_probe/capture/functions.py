@@ -196,7 +196,7 @@ class AttentionMode(TorchFunctionMode):
     def _softmax(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor
     ) -> None:
-        scores = args[0] if args else kwargs["input"]
+        scores = args[0] if args else kwargs.get("input", kwargs.get("self"))
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         if not isinstance(dim, int) or scores.dim() < 2:
             return
@@ -248,7 +248,12 @@ class AttentionMode(TorchFunctionMode):
             if (constant := shift()) is not None:
                 scores = scores + constant
         masks = [mask() for mask in record.masks]
-        traced = record.fresh and dim == key and record.tanh == (record.softcap is not None)
+        traced = (
+            record.fresh
+            and record.in_order
+            and dim == key
+            and record.tanh == (record.softcap is not None)
+        )
         exact = traced and record.exact and all(mask is not None for mask in masks)
         seen = Seen(
             seam="softmax",

@@ -44,6 +44,7 @@ class Scores:
     dtype: torch.dtype  # in which the product was formed
     path: tuple[Frame, ...]  # where in the model it was formed
     axes: tuple[int, int] = (-2, -1)  # the query and the key axis of the tensor
+    order: tuple[int, ...] | None = None  # of the other axes of q k^T; None: as they were
     scale: float | Tensor = 1.0
     tanh: bool = False
     softcap: float | None = None
@@ -59,6 +60,11 @@ class Scores:
     def fresh(self) -> bool:
         """Whether q and k still hold what was multiplied."""
         return (self.q._version, self.k._version) == self.versions
+
+    @property
+    def in_order(self) -> bool:
+        """Whether batch and heads lie as in q and k."""
+        return self.order is None or list(self.order) == sorted(self.order)
 
     def blurred(self) -> Scores:
         """The same after an operation that is not followed."""
@@ -362,6 +368,7 @@ def _reshaped(record: Scores, before: Tensor, out: Tensor) -> Scores:
     """Leading dimensions may be split, merged or added; the query and key axes must stay."""
     if (
         record.axes != (-2, -1)
+        or not record.in_order
         or out.dim() < 2
         or out.shape[-2:] != before.shape[-2:]
         or out.numel() != before.numel()
@@ -392,11 +399,13 @@ def _permuted(
     """Follows the axes by permuting a tensor whose sizes are their numbers."""
     n = before.dim()
     probe = torch.empty(tuple(range(2, n + 2)), device="meta")
-    sizes = [int(size) for size in func(probe, *args[1:], **kwargs).shape]
-    query, key = (sizes.index(n + axis + 2) - n for axis in record.axes)
-    lead = [size for i, size in enumerate(sizes) if i - n not in (query, key)]
-    if lead != sorted(lead) or (isinstance(record.scale, Tensor) and record.scale.dim() > 0):
-        return replace(record.lost(), axes=(query, key))
+    sources = [int(size) - 2 for size in func(probe, *args[1:], **kwargs).shape]
+    query, key = (sources.index(n + axis) - n for axis in record.axes)
+    lead = [axis for axis in range(n) if axis - n not in record.axes]
+    before_that = record.order or tuple(range(len(lead)))
+    order = tuple(before_that[lead.index(source)] for source in sources if source in lead)
+    if isinstance(record.scale, Tensor) and record.scale.dim() > 0:
+        return replace(record.lost(), axes=(query, key), order=order)
 
     def along(tensor: Tensor) -> Tensor:
         wide = tensor[(None,) * (n - tensor.dim())]
@@ -405,6 +414,7 @@ def _permuted(
     return replace(
         record,
         axes=(query, key),
+        order=order,
         masks=tuple(_mapped(mask, along) for mask in record.masks),
         shifts=tuple(_mapped(shift, along) for shift in record.shifts),
     )

@@ -92,6 +92,10 @@ class Site:
             reason = report.reason or "no measured call could be compared yet"
             return dataclasses.replace(report, reason=reason)
         error = found.relative()
+        if error != error:  # the rows hold NaN: another call will do
+            self.verification = None
+            reason = report.reason or "the call that was compared was not finite"
+            return dataclasses.replace(report, reason=reason)
         if found.passed():
             return dataclasses.replace(report, verified=found.against, error=error)
         reason = f"the rebuilt {found.against} differs by {error:.1e} (relative)"

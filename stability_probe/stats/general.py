@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from stability_probe.records import AttentionCall
-from stability_probe.stats.masks import MaskTile, guess_masked, hide, mask_tile, split_masks
+from stability_probe.stats.masks import (
+    MASKED_BIAS,
+    MaskTile,
+    guess_masked,
+    hide,
+    mask_tile,
+    split_masks,
+)
 from stability_probe.stats.precision import FLOAT16_MAX
 from stability_probe.stats.rowsums import FLOOR, INF, Rows, buffers, finish_rows, sum_rows
 from stability_probe.stats.tiles import Products, Sizes, Tile, block_of, per_pair
@@ -68,10 +75,13 @@ def general_pass(
             _form_scores(work, tile, mask, S, scratch, out)
         else:
             S.copy_(tile.of_pairs(given))
-            hidden = _read_scores(mask, S, scratch, out)
+            raw = None
             if products is not None:
-                products.fill(tile, more[0])
-                _raw_numbers(products, tile, more[0], scratch, hidden, out)
+                raw = more[0]
+                products.fill(tile, raw)
+            hidden = _read_scores(mask, S, scratch, out, raw=raw, capped=call.softcap is not None)
+            if products is not None and raw is not None:
+                _raw_numbers(products, tile, raw, scratch, hidden, out)
         torch.amax(S, -1, out=out["largest"])
         if full:
             _score_numbers(dtype, S, scratch, out)
@@ -155,16 +165,33 @@ def _modify_scores(
     _raw_numbers(products, tile, raw, scratch, hidden, out)
 
 
-def _read_scores(mask: MaskTile, S: Tensor, scratch: Tensor, out: dict[str, Tensor]) -> Tensor:
-    """Put -inf into given scores where hidden or not finite; returns what hides an entry."""
+def _read_scores(
+    mask: MaskTile,
+    S: Tensor,
+    scratch: Tensor,
+    out: dict[str, Tensor],
+    *,
+    raw: Tensor | None,
+    capped: bool,
+) -> Tensor:
+    """Put -inf into given scores where hidden or not finite; returns what hides an entry.
+
+    Where no mask is known, what was added to the products (`raw`) tells a mask, unless a soft-cap
+    came between; without the products it is guessed from the scores alone.
+    """
     torch.clamp_min(S, 0.0, out=scratch)
     scratch.sub_(scratch).ne_(0)
     torch.sum(scratch, -1, out=out["trouble"])  # NaN and +inf, wherever softmax got them
     allowed, unbiased = mask.visible, mask.unbiased
-    if allowed is None:
+    if allowed is None and raw is None:
         finite = torch.nan_to_num(S, nan=-INF, posinf=-INF, neginf=-INF, out=scratch)
         allowed = unbiased = 1 - guess_masked(S, finite.amax(-1, keepdim=True))
-    visible = torch.ne(S, -INF).to(torch.float32).mul_(allowed)  # NaN and +inf are: as faults
+    elif allowed is None and raw is not None and not capped:
+        masked = torch.sub(S, raw, out=scratch).le_(MASKED_BIAS)
+        allowed = unbiased = 1 - masked
+    visible = torch.ne(S, -INF).to(torch.float32)  # NaN and +inf are: as faults
+    if allowed is not None:
+        visible.mul_(allowed)
     S.nan_to_num_(nan=-INF, posinf=-INF, neginf=-INF)
     if "leak" in out and unbiased is not None:
         _leak(S, scratch, unbiased, mask.kept, out)

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -321,6 +322,18 @@ def test_hooks_keep_neither_the_graph_nor_the_users_tensors() -> None:
         gc.enable()
 
 
+def test_a_graph_that_lives_on_does_not_keep_the_probe() -> None:
+    model = Model(Keeping())
+    probe = sp.watch(model, strict=True)
+    loss = loss_of(model, tokens())
+    probe.close()
+    watching = weakref.ref(probe._attachment._gradients)
+    del probe
+    gc.collect()
+    assert watching() is None
+    loss.backward()
+
+
 def test_parameters_are_left_alone_and_copies_are_inert() -> None:
     class Learned(Attention):
         """Attention whose queries are a parameter."""
@@ -410,3 +423,23 @@ def test_transformer_encoder_layers_are_watched_in_backward() -> None:
         layers = {(b.layer, b.tensor) for b in bad_any(probe)}
     assert len({layer for layer, _ in layers}) == 2
     assert {kind for _, kind in layers} == GRADIENTS
+
+
+def test_the_alert_names_the_layer_and_replay_says_the_same(tmp_path: Path) -> None:
+    model = model_of("sdpa")
+    with sp.watch(model, tmp_path, strict=True, plan=every(4)) as probe:
+        for step in range(1, 12):
+            model.blocks[1].attention.where = "q" if step == 6 else None
+            loss = loss_of(model, tokens())
+            loss.backward()
+            model.zero_grad()
+            probe.step(loss=loss)
+    (alert,) = [a for a in probe.alerts if a.state == "firing"]
+    assert (alert.rule, alert.step, alert.layer) == ("nonfinite", 6, "blocks.1.attention")
+    assert "forward healthy, backward non-finite" in alert.message
+    assert "that of its q is not" in alert.message
+    assert "earlier layers follow: blocks.0.attention" in alert.message
+    run = sp.load(tmp_path)
+    assert run.alerts == probe.alerts
+    assert sp.replay(tmp_path) == probe.alerts
+    assert {b.tensor for r in run.records() for b in r.scalars.first_bad} == GRADIENTS
