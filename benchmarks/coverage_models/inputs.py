@@ -83,7 +83,7 @@ def patches(facts: Facts, grid: tuple[int, int, int] = (1, 4, 4)) -> tuple[Tenso
 def spectrogram(facts: Facts) -> Tensor:
     """Audio features: [B, bins, frames] where a fixed length is asked for, else [B, frames, bins]."""
     bins = facts.get("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels",
-                     "input_dim", "feat_in", "feature_projection_input_dim",
+                     "input_dim", "input_feat_size", "feat_in", "feature_projection_input_dim",
                      under="audio", default=80)  # fmt: skip
     positions = facts.get("max_source_positions", under="audio")
     if positions is not None and facts.get("input_feat_per_channel") is None:
@@ -149,9 +149,13 @@ def known_inputs(model: nn.Module, facts: Facts) -> dict[str, Any]:
         made["input_values"] = torch.randn(
             BATCH, facts.get("max_length", "spectrogram_length"), facts.get("num_mel_bins")
         )
-    made["query_embeds"] = torch.randn(BATCH, 4, size if isinstance(size, int) else 32)
+    width = size if isinstance(size, int) else 32
+    made["audio_mel"] = spectrogram(facts) if "audio_mel" in wants else None
+    made["audio_mel_mask"] = torch.zeros(BATCH, 64, dtype=torch.bool)
+    made["latents"] = torch.randn(BATCH, width, 12)
+    made["query_embeds"] = torch.randn(BATCH, 4, width)
     made["bbox"] = torch.zeros(BATCH, LENGTH, 4, dtype=torch.long) + torch.tensor([1, 2, 5, 9])
-    made["inputs_embeds"] = torch.randn(BATCH, LENGTH, size if isinstance(size, int) else 32)
+    made["inputs_embeds"] = torch.randn(BATCH, LENGTH, width)
     made |= INPUTS.get(facts.config.model_type, lambda _: {})(facts)
     return {name: value for name, value in made.items() if name in wants and value is not None}
 
@@ -180,7 +184,10 @@ def variants(model: nn.Module, config: Any, kind: str) -> Iterator[tuple[str, di
     main = main if isinstance(main, str) else main[0]
     wants = parameters(model.forward)
     needed = {n for n, p in wants.items() if p.default is inspect.Parameter.empty}
-    multimodal = _with_image_tokens(model, facts, everything)
+    try:
+        multimodal = _with_image_tokens(model, facts, everything)
+    except Exception:  # images of its own kind: then text alone
+        multimodal = None
     if multimodal is not None:
         yield "text and image", with_labels(model, multimodal, facts, kind)
     few = {"inputs_embeds"}
@@ -194,6 +201,8 @@ def variants(model: nn.Module, config: Any, kind: str) -> Iterator[tuple[str, di
         yield "main", with_labels(
             model, {n: v for n, v in everything.items() if n in only}, facts, kind
         )
+    if (sound := everything.get("input_values")) is not None and sound.dim() == 2:
+        yield "main", {main: sound[:, None]}
     if text and main != "input_ids":
         only = {"input_ids", "attention_mask", *needed}
         yield "text", with_labels(

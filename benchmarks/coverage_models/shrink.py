@@ -91,8 +91,8 @@ class Shrinker:
         kept, depth = self._kept_layers(d)
         out: dict[str, Any] = {}
         for key, value in d.items():
-            if key in ("stage_names", "out_features") and depth:
-                continue  # follow from the layers
+            if (key in ("stage_names", "out_features") and depth) or key.startswith("dim_bbox_"):
+                continue  # follow from the other entries
             if depth and _INDICES.search(key) and _is_indices(value):
                 out[key] = _fewer_indices(value, len(kept), key == "out_indices")
             elif key == "per_layer_config" and isinstance(value, dict):
