@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from stability_probe.handover import Handover, HeadBlock, hand_over
 from stability_probe.records import AttentionCall, FirstBad, Level, Observation
 from stability_probe.sentinel import (
     any_bad,
@@ -68,10 +69,20 @@ class _Slot:
     """One layer, over the whole run."""
 
     name: str
-    index: int
+    place: tuple[int, int]  # of its module in the model, of the call in the module's forward
+    index: int = -1  # among the layers; known when its first step ends
     pool: _Pool = field(default_factory=_Pool)
     first_bad: Tensor | None = None  # [11], steps, on the layer's device
     explained: bool = False  # rows without a visible key could make its output non-finite
+    block: HeadBlock = field(default_factory=lambda: HeadBlock("", 0))  # its heads
+
+    def note(self, call: AttentionCall) -> None:
+        """Takes over what a call says of the layer."""
+        self.explained |= bool(call.masks) or call.seam == "softmax"
+        heads = _heads(call)
+        self.block = HeadBlock(
+            self.name, heads, call.head_offset, call.all_heads or heads, 0, call.replica
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,11 +114,13 @@ class Measurement:
     level: Level
     parts: tuple[_Part, ...] = ()
     bad: tuple[tuple[tuple[_Slot, ...], HostCopy], ...] = ()
+    handovers: tuple[Handover, ...] = ()  # for other ranks, where they were asked for
 
     @property
     def ready(self) -> bool:
         """Whether reading would not wait for a device."""
-        return all(p.copy.ready for p in self.parts) and all(copy.ready for _, copy in self.bad)
+        copies = (*(p.copy for p in self.parts), *(copy for _, copy in self.bad))
+        return all(copy.ready for copy in copies) and all(h.ready for h in self.handovers)
 
     def observations(self) -> tuple[Observation, ...]:
         """The statistics of each layer, in layer order; empty at a step not measured."""
@@ -147,7 +160,7 @@ class Meter:
             pool.accumulators = accumulate(call, full=self.level is Level.FULL)
         with self._lock:
             slot = self._slot(call)
-            slot.explained |= bool(call.masks) or call.seam == "softmax"
+            slot.note(call)
             slot.pool.add(pool)
 
     def values(self, call: AttentionCall, v: Tensor, output: Tensor) -> None:
@@ -170,15 +183,33 @@ class Meter:
         key = (call.layer, call.call_index)
         if key not in self._slots:
             name = call.layer if call.call_index == 0 else f"{call.layer}#{call.call_index}"
-            self._slots[key] = _Slot(name, len(self._slots))
+            self._slots[key] = _Slot(name, (call.layer_index, call.call_index))
         return self._slots[key]
+
+    def _number(self) -> None:
+        """Gives the layers that are new their index, in the model's order.
+
+        Not in the order of their calls: a checkpoint's recomputation goes from the last layer to
+        the first.
+        """
+        known = [slot for slot in self._slots.values() if slot.index >= 0]
+        new = sorted((s for s in self._slots.values() if s.index < 0), key=lambda s: s.place)
+        for index, slot in enumerate(new, start=len(known)):
+            slot.index = index
+        ordered = sorted(self._slots.items(), key=lambda item: item[1].index)
+        self._slots = dict(ordered)
 
     # Out: what the probe asks
 
     @property
     def layers(self) -> dict[str, int]:
-        """Layer names and their index, in the order of the first forward."""
+        """Layer names and their index, in the model's order."""
         return {slot.name: slot.index for slot in self._slots.values()}
+
+    @property
+    def blocks(self) -> tuple[HeadBlock, ...]:
+        """Which heads of each layer are seen here, in the model's order."""
+        return tuple(slot.block for slot in self._slots.values())
 
     def nonfinite_flag(self) -> Tensor | None:
         """Device bool, 0-dim: whether a value or gradient of this step so far is not finite.
@@ -192,14 +223,16 @@ class Meter:
         return torch.stack([f.to(flags[0].device) for f in flags]).any() if flags else None
 
     @torch.no_grad()
-    def drain(self, step: int, *, read_sentinel: bool) -> Measurement:
+    def drain(self, step: int, *, read_sentinel: bool, for_ranks: bool = False) -> Measurement:
         """Ends the step: takes what was pooled.
 
         Args:
             step: the step that the forwards since the last drain led to.
             read_sentinel: also bring the sentinel to the host, and start it anew.
+            for_ranks: also bring the accumulators, which other ranks' can be merged with.
         """
         with self._lock:
+            self._number()
             slots = list(self._slots.values())
             taken = [(slot, slot.pool) for slot in slots]
             for slot in slots:
@@ -211,7 +244,8 @@ class Meter:
             self.latest = {}
         parts = [self._finished(g) for g in _by_device(measured, lambda m: m[1].maxima)]
         bad = _take_bad(slots) if read_sentinel or measured else ()
-        return Measurement(self.level, tuple(parts), bad)
+        handovers = _handovers(measured) if for_ranks else ()
+        return Measurement(self.level, tuple(parts), bad, handovers)
 
     def _finished(self, group: Sequence[tuple[_Slot, Accumulators, int]]) -> _Part:
         """All layers of a device finished at once, their heads side by side, in one copy."""
@@ -230,12 +264,28 @@ class Meter:
         )
 
 
+def _handovers(measured: Sequence[tuple[_Slot, Accumulators, int]]) -> tuple[Handover, ...]:
+    """The accumulators of the layers, device by device."""
+    return tuple(
+        hand_over(
+            [replace(slot.block, sequences=n) for slot, _, n in group], [a for _, a, _ in group]
+        )
+        for group in _by_device(measured, lambda m: m[1].maxima)
+    )
+
+
 def _sequences(call: AttentionCall) -> int:
     """How many sequences a call holds."""
     if call.sequences is not None:
         return call.sequences
     matrix = call.scores_BHQK if call.q_BHQD is None else call.q_BHQD
     return 0 if matrix is None else matrix.shape[0]
+
+
+def _heads(call: AttentionCall) -> int:
+    """How many heads a call holds."""
+    matrix = call.scores_BHQK if call.q_BHQD is None else call.q_BHQD
+    return 0 if matrix is None else matrix.shape[1]
 
 
 def _note_bad(group: Sequence[tuple[_Slot, _Pool]], step: int) -> None:

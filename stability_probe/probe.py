@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,11 @@ from stability_probe.errors import ProbeClosedError
 from stability_probe.header import run_header
 from stability_probe.lookout import Lookout
 from stability_probe.meter import Meter
+from stability_probe.modes import unobserved
 from stability_probe.monitor import Monitor
+from stability_probe.outputs import board, own_rank, own_sinks
 from stability_probe.plan import Plan
+from stability_probe.ranks.pool import RankPool
 from stability_probe.records import (
     Alert,
     LayerInfo,
@@ -32,14 +35,19 @@ from stability_probe.records import (
     StepRecord,
     StepScalars,
 )
-from stability_probe.runlog.write import RunWriter
+from stability_probe.roster import hello, layers_here, layers_of
 from stability_probe.sinks import Sink
-from stability_probe.sinks.console import ConsoleSink
 from stability_probe.sinks.guard import GuardedSinks
-from stability_probe.sinks.tensorboard import TensorBoardSink
 from stability_probe.updates import Updates
 from stability_probe.views.coverage import coverage_text
-from stability_probe.waiting import Scalar, WaitingStep, copied, is_trouble
+from stability_probe.waiting import (
+    Scalar,
+    WaitingStep,
+    copied,
+    is_trouble,
+    learning_rate,
+    numbers_of,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,15 +71,21 @@ class Probe:
         optimizer: torch.optim.Optimizer | None = None,
         strict: bool = False,
         allow_eval: bool = False,
+        pool: bool = True,
     ) -> None:
-        self.logdir = None if logdir is None else Path(logdir)
+        self._rank = own_rank()
+        self._writes = self._rank == 0 or not pool
+        self.logdir = Path(logdir) if logdir is not None and self._writes else None
         self._plan, self._created = plan or Plan(), time.time()
+        self._pool = RankPool(self._plan, enabled=pool)
         self._monitor = Monitor(rules)
         self._on_alert, self._optimizer, self._strict = on_alert, optimizer, strict
         self._meter = Meter()
         self._attachment = attach(model, self._meter, strict=strict, allow_eval=allow_eval)
         try:
-            self._sinks = GuardedSinks([*self._own_sinks(), *sinks], strict=strict)
+            header = run_header((), self._plan, created=self._created)
+            own = own_sinks(self.logdir, header, rank=self._rank, writes=self._writes)
+            self._sinks = GuardedSinks([*own, *sinks], strict=strict)
         except BaseException:
             self._attachment.close()
             raise
@@ -82,8 +96,9 @@ class Probe:
         self._kept: deque[StepRecord] = deque(maxlen=KEPT_RECORDS)
         self._waiting: deque[WaitingStep] = deque()
         self._step = 0  # the last step that was ended
+        self._ended = 0  # how many were
         self._phase, self._phase_start = "", 1
-        self._escalate = False
+        self._escalate = 0  # so many measured steps more get every statistic
         self._announced: tuple[LayerInfo, ...] = ()
         self._closed = False
 
@@ -122,8 +137,9 @@ class Probe:
         try:
             now = self._step + 1 if step is None else int(step)
             given = {"loss": loss, "grad_norm": grad_norm, "eval_loss": eval_loss}
-            numbers = {name: x for name, x in given.items() if self._is_number(x, name)}
-            self._end_step(now, numbers, skipped)
+            numbers = numbers_of(given, self._fault)
+            with unobserved():
+                self._end_step(now, numbers, skipped)
         except Exception as error:
             self._fault("ending the step", error)
 
@@ -193,6 +209,11 @@ class Probe:
         self._attachment.close()
         self._updates.close()
         try:
+            self._pool.close(self._step)
+            self._tell_pool()
+        except Exception as error:
+            self._fault("parting from the other ranks", error)
+        try:
             self._flush(wait=True)
             self._emit_header()  # with what the coverage table has come to
         except Exception as error:
@@ -213,75 +234,77 @@ class Probe:
 
     # Inside
 
-    def _own_sinks(self) -> list[Sink]:
-        console: list[Sink] = [ConsoleSink()]
-        if self.logdir is None:
-            return console
-        return [RunWriter(self.logdir, run_header((), self._plan, created=self._created)), *console]
-
     def _begin(self, first: int) -> None:
         """What must know the run's first step: a resumed run starts where it was."""
         if self._phase_start == 1:
             self._phase_start = first
-        if self.logdir is not None:
-            start = 0 if first == 1 else first
-            logdir = self.logdir
-            self._sinks.add(lambda: TensorBoardSink(logdir, start_step=start))
+        logdir = self.logdir
+        if logdir is not None:
+            self._sinks.add(lambda: board(logdir, first))
 
     def _end_step(self, now: int, numbers: dict[str, Scalar], skipped: bool) -> None:
         self._attachment.heal()
         if self._step == 0:
             self._begin(now)
-        measurement = self._meter.drain(now, read_sentinel=self._on_cpu or is_trouble(numbers))
+        read_sentinel = self._on_cpu or is_trouble(numbers)
+        due = self._pool.due
+        measurement = self._meter.drain(now, read_sentinel=read_sentinel, for_ranks=due)
         scalars = StepScalars(
             step=now,
-            learning_rate=self._learning_rate(),
+            learning_rate=learning_rate(self._optimizer),
             skipped=skipped,
             phase=self._phase,
             wall_time=time.time(),
         )
         copies = {name: copied(value) for name, value in numbers.items()}
-        self._waiting.append(WaitingStep(scalars, copies, measurement, self._updates.take()))
-        self._step, self._escalate = now, False
+        ticket = self._pool.end_step(now, measurement, copies, self._phase_start)
+        update = self._updates.take()
+        self._waiting.append(WaitingStep(scalars, copies, measurement, update, ticket))
+        self._step = now
+        self._escalate -= self._escalate > 0 and (due or not self._pool.pooling)
         self._flush(wait=False)
         for alert in self._lookout.after_step(now):
             self._raise(alert)
         if self._updates.error is not None:
             error, self._updates.error = self._updates.error, None
             self._fault("watching the optimizer", error)
+        self._look_for_ranks()
         self._announce()
         self._attachment.step = now + 1
         self._meter.level = self._level(now + 1)
 
-    def _is_number(self, value: object, name: str) -> TypeGuard[Scalar]:
-        """Whether a number was given; what is none is told and left out, the step is kept."""
-        if value is None:
-            return False
-        shape = tuple(value.shape) if isinstance(value, Tensor) else None
-        try:
-            if shape is None:
-                float(value)  # type: ignore[arg-type]
-            elif value.numel() != 1:  # type: ignore[attr-defined]
-                raise ValueError(f"its shape is {shape}")
-        except (TypeError, ValueError) as error:
-            got = type(value).__name__ if shape is None else f"a tensor of shape {shape}"
-            self._fault(
-                f"reading {name}: got {got}, expected one number; reduce it first, as in "
-                f"{name}.mean()",
-                error,
-            )
-            return False
-        return True
-
     def _level(self, step: int) -> Level:
         """What is measured at the next step: all of it right after an alert."""
-        level = self._plan.level(step, phase_start=self._phase_start)
+        agreed = self._pool.level(step)
+        if agreed is Level.SENTINEL:
+            return agreed  # the ranks measure at the same steps, whatever one of them has seen
+        level = agreed or self._plan.level(step, phase_start=self._phase_start)
         return Level.FULL if self._escalate else level
+
+    def _look_for_ranks(self) -> None:
+        self._ended += 1
+        self._pool.look_for_others(
+            self._step,
+            lambda: hello(
+                self._attachment,
+                self._meter,
+                self._plan,
+                steps=self._ended,
+                phase_start=self._phase_start,
+            ),
+        )
+        self._tell_pool()
+
+    def _tell_pool(self) -> None:
+        for alert in self._pool.take_alerts():
+            self._raise(alert)
 
     def _flush(self, *, wait: bool) -> None:
         """Passes on the steps whose numbers have arrived; at most one measured step waits."""
         measured = sum(1 for w in self._waiting if w.measurement.parts)
         while self._waiting and (wait or measured > 1 or self._waiting[0].ready):
+            if self._waiting[0].awaits_ranks and not wait:
+                break
             waiting = self._waiting.popleft()
             measured -= bool(waiting.measurement.parts)
             self._take(waiting.record())
@@ -298,7 +321,8 @@ class Probe:
         self._alerts.append(alert)
         self._sinks.emit(alert)
         if alert.state is State.FIRING and alert.severity is not Severity.INFO:
-            self._escalate = True
+            # where ranks pool, the others see the alert up to a measured step later or sooner
+            self._escalate = 2 if self._pool.pooling else 1
         if self._on_alert is not None:
             try:
                 self._on_alert(alert)
@@ -341,20 +365,9 @@ class Probe:
         return coverage
 
     def _layers(self) -> tuple[LayerInfo, ...]:
-        sites = self._attachment.sites
-        return tuple(
-            LayerInfo(name, index, site.seen_heads, site.seam, site.kind)
-            for name, index in self._meter.layers.items()
-            if (site := sites.get(name.split("#")[0])) is not None
-        )
-
-    def _learning_rate(self) -> float | None:
-        """The first parameter group's, where it is a number on the host."""
-        if self._optimizer is None:
-            return None
-        rate = self._optimizer.param_groups[0]["lr"]
-        on_device = isinstance(rate, Tensor) and rate.device.type != "cpu"
-        return None if on_device else float(rate)
+        """Those of all ranks where they pool, else this rank's."""
+        here, layout = layers_here(self._attachment, self._meter), self._pool.layout
+        return here if layout is None else layers_of(layout, here)
 
 
 def watch(
@@ -368,6 +381,7 @@ def watch(
     optimizer: torch.optim.Optimizer | None = None,
     strict: bool = False,
     allow_eval: bool = False,
+    pool: bool = True,
 ) -> Probe:
     """Starts to watch the attention layers of a model that trains.
 
@@ -386,6 +400,10 @@ def watch(
             make (a GradScaler skipped them) are seen; call `step` after `optimizer.step()`.
         strict: faults of the probe raise instead of becoming alerts; for tests.
         allow_eval: accept attention that is all in eval mode (LoRA and DPO loops train so).
+        pool: where this process is one of several ranks (torch.distributed), pool the measured
+            steps over all of them, and write on rank 0 alone. Call `watch` on every rank; on
+            some alone it does not hang, and their records are their own. False: each rank
+            records and writes for itself.
 
     Raises:
         NoAttentionError, EvalModeError, AlreadyWatchedError: the model cannot be watched.
@@ -401,4 +419,5 @@ def watch(
         optimizer=optimizer,
         strict=strict,
         allow_eval=allow_eval,
+        pool=pool,
     )

@@ -78,7 +78,7 @@ class AttentionCall:
     """
 
     layer: str  # canonical module name
-    layer_index: int = 0
+    layer_index: int = 0  # grows with the place of the module in the model
     call_index: int = 0  # 0 for the first call inside one forward of the module
     seam: str = "measure"  # where it was seen: "sdpa", "softmax"
     q_BHQD: Tensor | None = None
@@ -101,6 +101,9 @@ class AttentionCall:
     input_rms: Tensor | None = None  # 0-dim: root mean square of the module's input
     input: Tensor | None = None  # the module's own, of any shape
     sequences: int | None = None  # where it is not B: packed sequences, a part of a call
+    head_offset: int | None = 0  # of the first head here among all ranks' heads; None: not known
+    all_heads: int | None = None  # of the layer over all ranks, where it is not H
+    replica: bool = False  # another rank makes the same call with the same data
 
 
 @dataclass(frozen=True, slots=True, eq=False)

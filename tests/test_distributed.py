@@ -1,68 +1,174 @@
-"""Two processes on gloo: each watches its own share, and training is what it was."""
+"""Gloo processes: the pooled record is that of one process with the whole batch."""
 
 from __future__ import annotations
 
-import os
+import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import rank_work
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from tiny_models import Attention, Model, loss_of, tokens
-from torch.nn.parallel import DistributedDataParallel
+from tiny_models import loss_of
 
 import stability_probe as sp
+from stability_probe.ranks.schedule import LAG
 
-LAYERS = ["blocks.0.attention", "blocks.1.attention"]
 
-
-def work(rank: int, folder: str, how: str) -> None:
-    store = dist.FileStore(f"{folder}/{how}", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = Model(Attention("sdpa", 0.1), Attention("torch.softmax", 0.1))
-    probe = sp.watch(model, strict=True) if how == "before" else None
-    wrapped = DistributedDataParallel(model)
-    if how == "after" or (how == "rank 0 alone" and rank == 0):
-        probe = sp.watch(wrapped, strict=True)
-    torch.manual_seed(rank)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(5):
-        loss = loss_of(wrapped, tokens())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-        if probe is not None:
+def alone(world: int, steps: int) -> list[dict[str, Any]]:
+    """The same training in one process on the global batch."""
+    model, keeper = rank_work.small_model(), rank_work.Keeper()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with sp.watch(model, sinks=[keeper], plan=sp.every(1, full_every=3), strict=True) as probe:
+        for step in range(1, steps + 1):
+            loss = loss_of(model, torch.cat(rank_work.batches(step, world)))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
             probe.step(loss=loss)
-    seen = None if probe is None else [r.layer for r in probe.coverage]
-    if probe is not None:
-        probe.close()
-    result: dict[str, Any] = {"losses": losses, "weights": list(model.parameters()), "seen": seen}
-    torch.save(result, f"{folder}/{how}-{rank}.pt")
-    dist.destroy_process_group()
+    return keeper.plain()
 
 
-def run(folder: Path, how: str) -> list[dict[str, Any]]:
-    mp.spawn(work, args=(str(folder), how), nprocs=2)
-    return [torch.load(folder / f"{how}-{rank}.pt", weights_only=False) for rank in range(2)]
+def check_pooled(found: list[dict[str, Any]], world: int) -> None:
+    one = found[0]
+    assert all(not r["alerts"] for r in found), [r["alerts"] for r in found]
+    expected = {r["step"]: r for r in alone(world, one["records"][-1]["step"])}
+    pooled = [r for r in one["records"] if r["step"] >= one["first"]]
+    assert len(pooled) == 6
+    for record in pooled:
+        same = expected[record["step"]]
+        assert record["level"] == same["level"]
+        assert record["loss"] == pytest.approx(same["loss"], rel=1e-5)
+        assert record["grad_norm"] == world - 1
+        assert list(record["layers"]) == list(same["layers"])
+        for name, (index, sequences, ranks, values) in record["layers"].items():
+            assert (index, sequences, ranks) == (same["layers"][name][0], 2 * world, world)
+            for statistic, of_head in same["layers"][name][3].items():
+                np.testing.assert_allclose(
+                    values[statistic], of_head, rtol=1e-4, atol=1e-6, err_msg=statistic
+                )
+
+
+def check_alike(found: list[dict[str, Any]]) -> None:
+    """Every rank came to the same records, bit by bit."""
+    one = found[0]
+    for other in found[1:]:
+        theirs = {r["step"]: r for r in other["records"]}
+        for record in one["records"]:
+            if record["step"] < max(one["first"], other["first"]):
+                continue
+            same = theirs[record["step"]]
+            np.testing.assert_equal(same, record)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return rank_work.run(rank_work.two, 2, tmp_path_factory.mktemp("ranks") / "two")
+
+
+def test_two_ranks_pool_into_the_record_of_the_global_batch(two: list[Any]) -> None:
+    found = [told["ddp"] for told in two]
+    check_pooled(found, 2)
+    check_alike(found)
+
+
+def test_ranks_that_lose_each_other_are_told_and_do_not_hang(two: list[Any]) -> None:
+    told = two[0]["lost"]
+    assert "measured steps behind" in told["stops"][0]
+    assert len(told["stops"]) == 1
+    assert told["stopped records"]  # the steps that waited are there, as this rank's own
+    assert all("different steps" in rank["lost"]["differ"][0] for rank in two)
+    for alone in ("steps alone", "watches alone"):
+        assert told[alone] == ["1 of 2 ranks watch and step; records are this rank's only."]
+
+
+def test_a_rank_that_dies_is_told_and_does_not_hang_the_other(two: list[Any]) -> None:
+    told = two[0]["vanish"]
+    assert "vanish" not in two[1]
+    assert "a rank is gone" in told["blind"][0]
+    assert told["all"]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="gloo with a file store needs a POSIX system")
-def test_ddp_is_bit_identical_however_it_is_watched(tmp_path: Path) -> None:
-    bare = run(tmp_path, "unwatched")
-    for how, seen in (
-        ("before", [LAYERS, LAYERS]),
-        ("after", [LAYERS, LAYERS]),
-        ("rank 0 alone", [LAYERS, None]),  # must not hang the other
-    ):
-        watched = run(tmp_path, how)
-        assert [w["seen"] for w in watched] == seen
-        for one, two in zip(bare, watched, strict=True):
+def test_training_is_bit_identical_under_every_wrapper(tmp_path: Path) -> None:
+    for told in rank_work.run(rank_work.faithful, 2, tmp_path / "faithful"):
+        for how, (bare, watched) in told.items():
             for key in ("losses", "weights"):
-                assert all(torch.equal(a, b) for a, b in zip(one[key], two[key], strict=True))
+                pairs = zip(bare[key], watched[key], strict=True)
+                assert all(torch.equal(a, b) for a, b in pairs), (how, key)
+            assert torch.equal(bare["random"], watched["random"]), how
+            assert bare["groups"] == watched["groups"], how
+            if how[1] == "rank 0":
+                continue
+            assert not watched["alerts"], how
+            assert watched["records"][-1]["layers"], how
+            last = watched["records"][-1]["layers"].values()
+            expected = (2, 1) if how[0] == "tensor parallel" else (4, 2)
+            assert {seen[1:3] for seen in last} == {expected}, how
+
+
+@pytest.mark.slow
+def test_ranks_that_are_unlike(tmp_path: Path) -> None:
+    told = rank_work.run(rank_work.unlike, 2, tmp_path / "unlike")
+    for one in told:
+        assert {n: seen[:3] for n, seen in one["stages"].items()} == {
+            "blocks.0": (0, 2, 1),
+            "blocks.1": (1, 2, 1),
+        }
+        assert one["stages blind"] == one["idle blind"] == one["mark blind"] == []
+        for layers in one["idle"]:
+            assert {seen[1:3] for seen in layers.values()} == {(2, 1)}
+        bad = {(tensor, step) for _, tensor, step in one["bad"]}
+        assert ("q", one["bad step"]) in bad
+        assert ("nonfinite", "blocks.1.attention") in one["bad alerts"]
+        steps = [step for step, _ in one["marked"]]
+        assert all(ranks == {2} for _, ranks in one["marked"])
+        gaps = [b - a for a, b in itertools.pairwise(steps)]
+        assert gaps[: LAG - 2] == [2] * (LAG - 2)  # not before every rank can know of the mark
+        assert gaps[LAG + 1 : LAG + 3] == [1, 1]
+        assert gaps[-3:] == [2, 2, 2]
+        ((rule, layer, message),) = one["rows cut"]
+        assert (rule, layer) == ("probe_fault", "blocks.0.attention")
+        assert "sharded over ranks along axis 2" in message
+    np.testing.assert_equal(told[0]["stages"], told[1]["stages"])
+    assert told[0]["marked"] == told[1]["marked"]
+
+
+@pytest.mark.slow
+def test_four_ranks_pool_also_over_heads(tmp_path: Path) -> None:
+    told = rank_work.run(rank_work.four, 4, tmp_path / "four")
+    found = [rank["ddp"] for rank in told]
+    check_pooled(found, 4)
+    check_alike(found)
+    assert [r["logdir"] is None for r in found] == [False, True, True, True]
+    run = sp.load(found[0]["logdir"])
+    assert run.ranks == (0,)
+    last = list(run.records())[-1]
+    assert {(o.sequences, o.ranks) for o in last.observations} == {(8, 4)}
+    assert not run.warnings
+    for how in ("local", "distributed"):
+        check_heads([rank[how] for rank in told], fused=how == "local")
+        check_alike([rank[how] for rank in told])
+
+
+def check_heads(found: list[dict[str, Any]], *, fused: bool) -> None:
+    """Two ranks' heads of two ranks' batches are those of the whole model on the whole batch."""
+    one, keeper = found[0], rank_work.Keeper()
+    assert not one["alerts"]
+    model = rank_work.sharded_model(fused=fused)
+    with sp.watch(model, sinks=[keeper], plan=sp.every(1, full_every=1), strict=True) as probe:
+        for number in range(one["records"][-1]["step"]):
+            loss_of(model, torch.cat(rank_work.batches(number, 2)))
+            probe.step()
+    expected = {r["step"]: r["layers"] for r in keeper.plain()}
+    pooled = [r for r in one["records"] if r["step"] >= one["first"]]
+    assert len(pooled) == 3
+    for record in pooled:
+        for name, (index, sequences, ranks, values) in record["layers"].items():
+            same = expected[record["step"]][name]
+            assert (index, sequences, ranks) == (same[0], 4, 2)
+            for statistic, of_head in same[3].items():
+                np.testing.assert_allclose(
+                    values[statistic], of_head, rtol=1e-4, atol=1e-5, err_msg=statistic
+                )

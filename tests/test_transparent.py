@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,3 +164,41 @@ def test_a_frozen_encoder_in_eval_mode_keeps_its_fast_path_in_training() -> None
     assert_same(bare, watched)
     assert probe is not None
     assert [r.layer for r in probe.coverage if r.seam] == ["model.blocks.0.attention"]
+
+
+RANDOM_STATES = """
+import random, sys
+import numpy as np
+import torch
+sys.path.insert(0, {tests!r})
+from tiny_models import Attention, Model, loss_of, tokens
+
+random.seed(0), np.random.seed(0), torch.manual_seed(0)
+model = Model(Attention("torch.softmax"))
+import stability_probe
+probe = stability_probe.watch(model, {logdir!r}) if {watched} else None
+for step in range(4):
+    loss = loss_of(model, tokens())
+    loss.backward()
+    if step == 2:
+        loss = loss * float("nan")
+    if probe is not None:
+        probe.step(loss=loss)
+if probe is not None:
+    probe.close()
+    assert probe.alerts
+print(random.random(), np.random.random(), torch.rand(()).item(), torch.initial_seed())
+"""
+
+
+def test_no_random_state_of_any_library_moves(tmp_path: Path) -> None:
+    """In a process of its own: libraries draw when they are imported for the first time."""
+    drawn = []
+    for watched in (False, True):
+        code = RANDOM_STATES.format(
+            tests=str(Path(__file__).parent), logdir=str(tmp_path / "run"), watched=watched
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        drawn.append(done.stdout)
+    assert drawn[0] == drawn[1]

@@ -31,14 +31,17 @@ from stability_probe.capture.graph import read_graph
 from stability_probe.capture.hooks import BeginHook, EndHook, EnterHook, LeaveHook, is_live
 from stability_probe.capture.layout import UnsupportedCallError
 from stability_probe.capture.scope import Admission, Frame
+from stability_probe.capture.shards import local_part, localized
 from stability_probe.capture.site import Site, call_of
 from stability_probe.capture.sites import (
     ROOT,
     attention_is_possible,
     candidates,
+    identity,
     named_modules,
 )
 from stability_probe.errors import AlreadyWatchedError, EvalModeError, NoAttentionError
+from stability_probe.modes import unobserved
 from stability_probe.records import AttentionCall, SiteReport
 
 
@@ -76,6 +79,7 @@ class Attachment:
         self._gradients = Gradients(receiver, self.fault)
         self._handles: list[RemovableHandle] = []
         self._names: dict[int, str] = {}
+        self._places: dict[str, int] = {}  # of the modules in the model, by name
         self._strangers: set[int] = set()  # modules outside the model, by identity
         self._ran: set[str] = set()  # modules whose forward began in training
         self._candidates: frozenset[str] = frozenset()
@@ -105,12 +109,13 @@ class Attachment:
             if module is None or site.disabled:
                 continue
             if self._is_shy(module):
-                self._names[id(module)] = site.name
+                self._names[identity(module)] = site.name
                 continue
             enter, leave = EnterHook(self, site.name), LeaveHook(self, site.name)
             self._handles += [
                 module.register_forward_pre_hook(enter, with_kwargs=True),
-                module.register_forward_hook(leave, always_call=True),
+                # before the user's hooks, as ours is the innermost scope
+                module.register_forward_hook(leave, prepend=True, always_call=True),
             ]
         if self._names or self._is_shy(self._model):
             self._hook_globally()
@@ -123,7 +128,8 @@ class Attachment:
     def _name_modules(self) -> None:
         """The names of all modules, by their identity; one under two names has the first."""
         named = named_modules(self._model)
-        self._names = {id(module): name for name, module in reversed(named.items())}
+        self._names = {identity(module): name for name, module in reversed(named.items())}
+        self._places = {name: place for place, name in enumerate(named)}
 
     @property
     def discovering(self) -> bool:
@@ -133,7 +139,7 @@ class Attachment:
     @property
     def followed(self) -> frozenset[int]:
         """The `id`s of the modules followed through global hooks, the model's own among them."""
-        return frozenset(self._names) | {id(self._model)}
+        return frozenset(self._names) | {identity(self._model)}
 
     def close(self) -> None:
         """Removes all hooks and modes. Safe to call twice."""
@@ -162,9 +168,9 @@ class Attachment:
 
     def _is_part(self, module: nn.Module) -> bool:
         """Whether a module without a name belongs to the model; asked once of each stranger."""
-        if id(module) in self._strangers or not self._forward.open:
+        if identity(module) in self._strangers or not self._forward.open:
             return False
-        self._strangers.add(id(module))
+        self._strangers.add(identity(module))
         return any(module is part for part in self._model.modules())
 
     def _is_shy(self, module: nn.Module) -> bool:
@@ -181,19 +187,19 @@ class Attachment:
     def _global_enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
             return
-        if module is self._model:
+        if identity(module) == identity(self._model):
             self.begin()
-        if self._discovering and id(module) not in self._names and self._is_part(module):
+        if self._discovering and identity(module) not in self._names and self._is_part(module):
             self._name_modules()  # it was put in place during this forward
-        if (name := self._names.get(id(module))) is not None:
+        if (name := self._names.get(identity(module))) is not None:
             self.enter(name, module, args, {})
 
     def _global_leave(self, module: nn.Module, args: object, output: object) -> None:
         if torch.compiler.is_compiling():
             return
-        if name := self._names.get(id(module)):
+        if name := self._names.get(identity(module)):
             self.leave(name, module, output)
-        if module is self._model:
+        if identity(module) == identity(self._model):
             self.end()
 
     def begin(self) -> None:
@@ -223,7 +229,8 @@ class Attachment:
             if not self._forward.open:
                 self._forward.calls.forget(name)
             if site is not None and not site.attends and frame.looking:
-                self._mode.label(frame, args, kwargs)
+                with unobserved():
+                    self._mode.label(frame, args, kwargs)
         except Exception as error:
             self.fault(None, error)
 
@@ -247,7 +254,7 @@ class Attachment:
     def _read_graph(self, frame: Frame, output: object) -> None:
         path = self._mode.scope.path
         try:
-            with self._mode.scope.quiet(), torch.no_grad():
+            with self._mode.scope.quiet(), unobserved(), torch.no_grad():
                 for seen in read_graph(output, frame.since):
                     self.attention(dataclasses.replace(seen, seam="graph", path=path))
         except Exception as error:
@@ -265,12 +272,12 @@ class Attachment:
             if not seen.descends:
                 return None  # may be a router; `values` decides
             site = self._new_site(frame)
-        if site.module() is not frame.module:
-            site.adopt(frame.module)
+        if site.identity != identity(frame.module):
+            site.adopt(self._original(frame))
         if site.disabled or not (seen.descends or site.plain_softmax):
             return None
         try:
-            call = self._placed(site, frame, seen)
+            call = self._placed(site, frame, localized(seen))
         except UnsupportedCallError as unsupported:
             site.unreadable = site.unreadable or str(unsupported)
             return None  # the next call of the site may be another kind of call
@@ -299,7 +306,9 @@ class Attachment:
     ) -> None:
         """Attention weights met their values."""
         if isinstance(token, AttentionCall):
-            self._receiver.values(token, v.detach(), output.detach())
+            here, there = local_part(v), local_part(output)
+            if here is not None and there is not None:
+                self._receiver.values(token, here.detach(), there.detach())
             graph = {"grad_v": v, "grad_output": output}
             self._gradients.watch(token.layer, token.call_index, graph)
         elif path and path[-1].looking:
@@ -323,9 +332,15 @@ class Attachment:
 
     def _new_site(self, frame: Frame) -> Site:
         with self._lock:
-            site = Site(frame.name, len(self.sites))
-            site.adopt(frame.module)
+            site = Site(frame.name, self._places.get(frame.name, len(self._places)))
+            site.adopt(self._original(frame))
             return self.sites.setdefault(frame.name, site)
+
+    def _original(self, frame: Frame) -> nn.Module:
+        """The model's own module, where a replica of it ran, which dies with its forward."""
+        if not getattr(frame.module, "_is_replica", False):
+            return frame.module
+        return named_modules(self._model).get(frame.name, frame.module)
 
     def _disable(self, site: Site, why: str) -> None:
         site.disabled = why
@@ -404,7 +419,7 @@ def _watched_at(model: nn.Module) -> str | None:
     owners = [getattr(hook, "__self__", None) for hook in everywhere]
     followed = {i for o in owners if isinstance(o, Attachment) for i in o.followed}
     for name, module in named_modules(model).items():
-        if id(module) in followed or any(map(is_live, module._forward_pre_hooks.values())):
+        if identity(module) in followed or any(map(is_live, module._forward_pre_hooks.values())):
             return name
     return None
 

@@ -44,6 +44,7 @@ WHERE = _family("where")
 CAT = _family("cat", "concat", "concatenate")
 SLICE = _family("getitem", "narrow")
 SET = frozenset({torch.Tensor.__setitem__})
+MIX = frozenset({F.linear, torch.conv2d, F.conv2d})  # of heads, where rows and keys stay
 EXP = _family("exp")
 SUM = _family("sum")
 DROPOUT = _family("dropout", "alpha_dropout", "feature_dropout") | {torch.dropout}
@@ -63,6 +64,6 @@ BLUR = _family(
 )  # fmt: skip
 FOLLOWED = (
     MULTIPLY | DIVIDE | ADD | SUBTRACT | TANH | FILL | WHERE | CAT | SLICE | EXP | SUM | DROPOUT
-    | SAME | RESHAPE | PERMUTE | BLUR
+    | SAME | RESHAPE | PERMUTE | BLUR | MIX
 )  # fmt: skip
 WATCHED = SDPA | SOFTMAX | LOG_SOFTMAX | PRODUCT | FOLLOWED | SET

@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,10 @@ from stability_probe.capture.provenance import (
     Weights,
 )
 from stability_probe.capture.scope import Frame, Scope
+from stability_probe.modes import unobserved
+
+if TYPE_CHECKING:
+    from stability_probe.capture.shards import HeadShare
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -55,6 +59,7 @@ class Seen:
     row_max: Tensor | None = None  # the kernel's own largest score of each row, or of each head
     unreadable: str = ""  # why the call cannot be read, where that is so
     sequences: int | None = None  # where the batch axis does not tell
+    share: HeadShare | None = None  # which heads these are, where the tensors say so
     output: Tensor | None = None
     weights: Tensor | None = None  # the softmax's output
     dropout: float = 0.0
@@ -145,27 +150,33 @@ class AttentionMode(TorchFunctionMode):
         frame = self.scope.current
         if frame is None or not frame.looking:
             return
-        if self._local.origins is not None:
-            self._local.origins.follow(func, args, kwargs, out)
-        if func in f.SET:
-            self._local.ledger.written(args[0])
-        first = out[0] if func in KERNELS else out
-        if not isinstance(first, Tensor):
-            return
-        with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
-            if func in KERNELS:
-                from stability_probe.capture.adapters.aten import read  # it needs `Seen`
+        with unobserved():
+            if self._local.origins is not None:
+                self._local.origins.follow(func, args, kwargs, out)
+            if func in f.SET:
+                self._local.ledger.written(args[0])
+            first = out[0] if func in KERNELS else out
+            if isinstance(first, Tensor):
+                with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
+                    self._dispatch(func, args, kwargs, out)
 
-                seen = read(func, args, kwargs, out)
-                self._listener.attention(replace(seen, path=self.scope.path))
-            elif func in f.SDPA:
-                self._listener.attention(self._sdpa(args, kwargs, out))
-            elif func in f.SOFTMAX or func in f.LOG_SOFTMAX:
-                self._softmax(func, args, kwargs, out)
-            elif func in f.PRODUCT:
-                self._product(func, args, kwargs, out)
-            elif func in f.FOLLOWED:
-                self._follow(func, args, kwargs, out)
+    def _dispatch(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+    ) -> None:
+        """To what reads this kind of operation."""
+        if func in KERNELS:
+            from stability_probe.capture.adapters.aten import read  # it needs `Seen`
+
+            seen = read(func, args, kwargs, out)
+            self._listener.attention(replace(seen, path=self.scope.path))
+        elif func in f.SDPA:
+            self._listener.attention(self._sdpa(args, kwargs, out))
+        elif func in f.SOFTMAX or func in f.LOG_SOFTMAX:
+            self._softmax(func, args, kwargs, out)
+        elif func in f.PRODUCT:
+            self._product(func, args, kwargs, out)
+        elif func in f.FOLLOWED:
+            self._follow(func, args, kwargs, out)
 
     def _sdpa(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> Seen:
         given = dict(zip(_SDPA_ARGUMENTS, args, strict=False)) | dict(kwargs)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stability_probe.capture.hooks import CopiesInert
+from stability_probe.modes import unobserved
 
 _VECTORISED = ("Batched", "FuncTorchBatched")  # dispatch keys
 
@@ -79,6 +80,10 @@ class Gradients:
         """A gradient that a hook saw. Compiled and vectorised backwards are not read."""
         if not self._live or torch.compiler.is_compiling():
             return
+        with unobserved():
+            self._take(hook, gradient)
+
+    def _take(self, hook: GradientHook, gradient: Tensor) -> None:
         keys = torch._C._dispatch_keys(gradient)
         if any(keys.has(key) for key in _VECTORISED):
             return

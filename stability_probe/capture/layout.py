@@ -56,7 +56,7 @@ def canonical(seen: Seen, heads: int | None) -> dict[str, Any]:
 
 
 def _from_kernel(seen: Seen, heads: int | None) -> dict[str, Any]:
-    q, k, v, output = (_local(t) for t in (seen.q, seen.k, seen.v, seen.output))
+    q, k, v, output = seen.q, seen.k, seen.v, seen.output
     if q is None or k is None or v is None or output is None:
         raise UnsupportedCallError("q, k, v or the output is missing")
     lead = q.shape[:-2]
@@ -129,9 +129,3 @@ def _mask(mask: Tensor, scores_shape: tuple[int, ...], batch_heads: tuple[int, i
 def _sink(sink: Tensor, lead: torch.Size, batch_heads: tuple[int, int]) -> Tensor:
     """A column of logits, laid out as the scores are, as [B, H, Q or 1, 1]."""
     return sink.expand(*lead, *sink.shape[-2:]).reshape(*batch_heads, *sink.shape[-2:])
-
-
-def _local(tensor: Tensor | None) -> Tensor | None:
-    """The part of a distributed tensor that lies on this rank."""
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if to_local is not None else tensor

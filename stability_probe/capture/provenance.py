@@ -217,6 +217,8 @@ def follow(
         return _with_sink(record, operands, before, args, kwargs) if len(found) == 1 else None
     if func in f.EXP:
         return Exponentials(record)
+    if func in f.MIX:
+        return _mixed(record, before, out)
     if func in f.SUM | f.DROPOUT:
         return None
     return _follow_scores(func, record, before, others, args, kwargs, out)
@@ -250,6 +252,15 @@ def _by_hand(
     if func in f.FILL | f.MULTIPLY:
         return Exponentials(record.scores.blurred())
     return None
+
+
+def _mixed(record: Scores, before: Tensor, out: Tensor) -> Scores | None:
+    """Heads mixed with each other ("talking heads"): scores still, of no q and k in particular."""
+    stays = out.dim() == before.dim() and all(
+        out.shape[axis] == before.shape[axis] for axis in record.axes
+    )
+    last = out.dim() == 4 and before.shape != out.shape and -1 in record.axes
+    return record.lost() if stays and not last else None
 
 
 def _with_sink(

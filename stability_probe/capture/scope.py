@@ -17,12 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode,
-)
+from torch.overrides import TorchFunctionMode
 
 from stability_probe.capture.recompute import Recomputations
+from stability_probe.modes import take_out, unobserved
 
 
 class Admission(Enum):
@@ -38,8 +36,10 @@ def admit(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     recomputations: Recomputations,
+    *,
+    outer: bool = False,
 ) -> Admission:
-    """Decides whether a forward of `module` may be recorded.
+    """Decides whether a forward of `module` may be recorded; `outer` is the answer around it.
 
     A forward under tracing, vmap or functorch, one of fake tensors (a memory estimate, say), and
     an evaluation, are refused. So is whatever runs without gradients: `generate()` inside
@@ -59,12 +59,21 @@ def admit(
         return Admission.REFUSED
     if module.training:
         return Admission.TRAIN
-    return Admission.EVAL_GRAD if _gradients_flow(module, args, kwargs) else Admission.REFUSED
+    flow = _gradients_flow(module, args, kwargs, outer=outer)
+    return Admission.EVAL_GRAD if flow else Admission.REFUSED
 
 
-def _gradients_flow(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether anything here requires a gradient: then no native fast path would be taken."""
+def _gradients_flow(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, outer: bool
+) -> bool:
+    """Whether anything here requires a gradient: then no native fast path would be taken.
+
+    A global hook is not given keywords. Without an argument to ask, gradients flow where they do
+    around the module, unless it is one of torch's own, which alone have such a path.
+    """
     values = (*args, *kwargs.values())
+    if not values and outer and not type(module).__module__.startswith("torch.nn"):
+        return True
     return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values) or any(
         p.requires_grad for p in module.parameters()
     )
@@ -107,11 +116,13 @@ class Scope(threading.local):
         """Asks the gate and pushes a frame; call it from a forward pre-hook."""
         if any(frame.module is module for frame in self.frames):
             self.heal()  # its post-hook never ran: Ctrl-C skips even `always_call` hooks
-        admission = (
-            Admission.REFUSED if self.muted else admit(module, args, kwargs, self._recomputations)
-        )
-        tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
-        first = next((t for t in tensors if t.is_floating_point()), None)
+        outer = bool(self.frames) and self.frames[-1].looking
+        admission = Admission.REFUSED
+        with unobserved():
+            if not self.muted:
+                admission = admit(module, args, kwargs, self._recomputations, outer=outer)
+            tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
+            first = next((t for t in tensors if t.is_floating_point()), None)
         frame = Frame(name, module, admission, self.mode_on, first, _sequence_number())
         self.frames.append(frame)
         self._switch(frame.looking)
@@ -127,9 +138,9 @@ class Scope(threading.local):
     def heal(self) -> None:
         """Drops whatever an interrupted forward left behind on this thread."""
         self.frames.clear()
-        self.mode_on = False
-        while _active_mode() is self.mode:
-            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self.mode_on:
+            take_out(self.mode)
+            self.mode_on = False
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -158,17 +169,11 @@ class Scope(threading.local):
         if on and not self.mode_on:
             self.mode.__enter__()  # type: ignore[no-untyped-call]
             self.mode_on = True
-        elif self.mode_on and not on and _active_mode() is self.mode:
-            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        elif self.mode_on and not on:
+            take_out(self.mode)
             self.mode_on = False
 
 
 def _sequence_number() -> int:
     """The number that autograd gives to its next node on this thread."""
     return int(torch._C._autograd._get_sequence_nr())
-
-
-def _active_mode() -> TorchFunctionMode | None:
-    """The innermost torch-function mode of this thread."""
-    mode: TorchFunctionMode | None = _get_current_function_mode()  # type: ignore[no-untyped-call]
-    return mode

@@ -12,7 +12,8 @@ from stability_probe.capture.functions import Seen
 from stability_probe.capture.jagged import packed, values_of
 from stability_probe.capture.layout import canonical
 from stability_probe.capture.scope import Admission, Frame
-from stability_probe.capture.sites import head_count, soft_cap
+from stability_probe.capture.shards import HeadShare, local_part, share_of
+from stability_probe.capture.sites import head_count, identity, soft_cap
 from stability_probe.capture.verify import Verification, verify
 from stability_probe.records import AttentionCall, SiteReport
 
@@ -26,8 +27,9 @@ class Site:
     """What is remembered of a module that calls attention."""
 
     name: str
-    index: int  # in the order of the first forward
+    index: int  # of its module in the model
     module: Callable[[], nn.Module | None] = _nothing  # a weak reference
+    identity: int = 0  # its, see `sites.identity`
     kind: str = ""  # its class
     heads: int | None = None  # what the module declares
     seen_heads: int = 0
@@ -44,10 +46,20 @@ class Site:
     unreadable: str = ""  # why some of its calls cannot be read
     disabled: str = ""  # why nothing is recorded any more
     plain_softmax: bool = False  # its softmax does not descend from q k^T, yet weighs values
+    share: HeadShare | None = None  # which heads are on this rank, as its first call said
+    share_asked: bool = False
+
+    def share_of(self, seen: Seen) -> HeadShare | None:
+        """Which of all heads a localized call shows; looked up once."""
+        if not self.share_asked:
+            self.share = share_of(self.module(), seen, seen.heads or self.heads)
+            self.share_asked = True
+        return self.share
 
     def adopt(self, module: nn.Module) -> None:
         """Stands for this module from now on: a first one, or one that has replaced it."""
-        self.module, self.kind = weakref.ref(module), type(module).__name__
+        self.module, self.identity = weakref.ref(module), identity(module)
+        self.kind = type(module).__name__
         self.heads, self.declared_cap = head_count(module), soft_cap(module)
         self.attends, self.verification = "", None
         self.unverifiable = self.unreadable = self.disabled = ""
@@ -109,9 +121,12 @@ def call_of(site: Site, frame: Frame, seen: Seen, *, index: int, with_input: boo
         UnsupportedCallError: it cannot be read.
     """
     seen, rms = packed(seen), None
-    given = None if frame.input is None else values_of(frame.input.detach())
-    if with_input and given is not None:
-        rms = given.float().square().mean().sqrt()
+    given = local_part(frame.input)
+    if given is not None:
+        given = values_of(given.detach())
+        if with_input:
+            rms = given.float().square().mean().sqrt()
+    share = site.share_of(seen)
     return AttentionCall(
         layer=site.name,
         layer_index=site.index,
@@ -128,5 +143,8 @@ def call_of(site: Site, frame: Frame, seen: Seen, *, index: int, with_input: boo
         phase="eval_grad" if frame.admission is Admission.EVAL_GRAD else "train",
         input_rms=rms,
         input=given,
+        head_offset=0 if share is None else share.offset,
+        all_heads=None if share is None else share.total,
+        replica=share is not None and share.replica,
         **canonical(seen, site.heads),
     )

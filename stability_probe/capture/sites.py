@@ -58,6 +58,11 @@ def _is_wrapper(model: nn.Module) -> bool:
     return any(kind.__name__ in _WRAPPER_CLASSES for kind in type(inner).__mro__)
 
 
+def identity(module: nn.Module) -> int:
+    """What tells a module from others: nn.DataParallel's replicas share it with the original."""
+    return id(module._forward_pre_hooks)
+
+
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
     """Modules that look like attention: by class name, or because their code calls a kernel.
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 
 from stability_probe.sinks import Event, Sink
 
+FORGOTTEN_AFTER = 100  # events taken without failure before a sink counts as sound again
+
 
 class GuardedSinks:
     """Several sinks as one that never raises.
@@ -17,7 +19,7 @@ class GuardedSinks:
     def __init__(self, sinks: Iterable[Sink], *, strict: bool = False) -> None:
         self._sinks = list(sinks)
         self._strict = strict
-        self._failing: set[int] = set()
+        self._failing: dict[int, int] = {}  # a sink that fails: events it took since then
         self._failures: list[tuple[str, Exception]] = []
 
     def add(self, make: Callable[[], Sink]) -> None:
@@ -35,7 +37,7 @@ class GuardedSinks:
             except Exception as error:
                 self._failed(sink, error)
             else:
-                self._failing.discard(id(sink))
+                self._worked(sink)
 
     def close(self) -> None:
         """Closes every sink."""
@@ -50,9 +52,16 @@ class GuardedSinks:
         taken, self._failures = self._failures, []
         return taken
 
+    def _worked(self, sink: object) -> None:
+        """Forgets a failure after a while: on a nearly full disk a short event may still fit."""
+        if id(sink) in self._failing:
+            self._failing[id(sink)] += 1
+            if self._failing[id(sink)] >= FORGOTTEN_AFTER:
+                del self._failing[id(sink)]
+
     def _failed(self, sink: object, error: Exception) -> None:
         if self._strict:
             raise error
         if id(sink) not in self._failing:
-            self._failing.add(id(sink))
             self._failures.append((type(sink).__name__, error))
+        self._failing[id(sink)] = 0

@@ -126,7 +126,6 @@ def test_replicas_that_share_the_model_s_hooks() -> None:
         assert not [a for a in probe.coverage if a.verified == "no"]
 
 
-@pytest.mark.xfail(strict=True, reason="a replica has no name of its own in discovery")
 def test_a_model_that_runs_only_as_replicas() -> None:
     """DataParallel on several devices never calls the module that was watched."""
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from tiny_models import HEADS, KERNELS, PRODUCTS, Attention, Model, hidden, loss_of, tokens
-from torch import Tensor
+from torch import Tensor, nn
 
 import stability_probe as sp
 
@@ -148,3 +148,27 @@ def test_an_einsum_over_groups_is_read_per_query_head_and_a_root_that_attends_is
     expected = (q @ k.mT / math.sqrt(8)).abs().amax((0, 2, 3))
     assert (site.calls, site.heads, site.sees, site.attends) == (3, 4, "qk", "self")
     torch.testing.assert_close(largest, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_talking_heads_are_seen_by_the_scores_their_softmax_received() -> None:
+    class TalkingHeads(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(HEADS, HEADS), nn.Linear(HEADS, HEADS)
+
+        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scores = q @ k.mT / math.sqrt(q.shape[-1])
+            self.scores = self.before(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+            weights = self.scores.softmax(-1)
+            return self.after(weights.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) @ v
+
+    torch.manual_seed(0)
+    model = Model(TalkingHeads())
+    with sp.watch(model, strict=True) as probe:
+        loss_of(model, tokens()).backward()
+        probe.step()
+        (site,) = probe.coverage
+        largest = probe.latest("abs_max_logit")["blocks.0.attention"]
+    expected = model.blocks[0].attention.scores.detach().abs().amax((0, 2, 3))
+    assert (site.layer, site.sees, site.verified) == ("blocks.0.attention", "scores", "weights")
+    torch.testing.assert_close(largest, expected)

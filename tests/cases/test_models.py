@@ -193,12 +193,13 @@ def test_sinks_of_gpt_oss() -> None:
 
 
 def encoder_decoder(name: str, implementation: str) -> nn.Module:
-    changes = {"d_model": 32, "num_hidden_layers": 1, "encoder_layers": 1, "decoder_layers": 1,
-               "decoder_start_token_id": 1,
-               "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_heads": 4,
-               "num_layers": 1, "d_kv": 8, "d_ff": 48, "encoder_ffn_dim": 48,
-               "decoder_ffn_dim": 48}  # fmt: skip
-    return build(name, implementation, **changes)
+    sizes = {
+        "d_model": 32, "num_hidden_layers": 1, "encoder_layers": 1, "decoder_layers": 1,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_heads": 4,
+        "num_layers": 1, "d_kv": 8, "d_ff": 48, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+        "decoder_start_token_id": 1,
+    }  # fmt: skip
+    return build(name, implementation, **sizes)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
