@@ -41,7 +41,7 @@ class Case:
 def seed(number: int) -> None:
     """Seeds every global source of randomness that a model may draw from."""
     random.seed(number)
-    np.random.seed(number)  # noqa: NPY002 (the models draw from the global one)
+    np.random.seed(number)
     torch.manual_seed(number)
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from .overrides import BATCH, INPUTS, LENGTH
 
 
-
 class Facts:
     """Looks an entry up in a configuration and in the ones inside it."""
 
@@ -160,7 +159,9 @@ def known_inputs(model: nn.Module, facts: Facts) -> dict[str, Any]:
     return {name: value for name, value in made.items() if name in wants and value is not None}
 
 
-def with_labels(model: nn.Module, inputs: dict[str, Any], facts: Facts, kind: str) -> dict[str, Any]:
+def with_labels(
+    model: nn.Module, inputs: dict[str, Any], facts: Facts, kind: str
+) -> dict[str, Any]:
     """The inputs with labels of the given kind: "tokens", "classes" or "ctc"."""
     if kind == "contrastive":
         return {**inputs, "return_loss": True}
@@ -198,15 +199,17 @@ def variants(model: nn.Module, config: Any, kind: str) -> Iterator[tuple[str, di
     own = set(INPUTS.get(facts.config.model_type, lambda _: {})(facts))
     for extra in ({"attention_mask"}, set()):
         only = {main, "decoder_input_ids", *needed, *extra, *own}
-        yield "main", with_labels(
-            model, {n: v for n, v in everything.items() if n in only}, facts, kind
+        yield (
+            "main",
+            with_labels(model, {n: v for n, v in everything.items() if n in only}, facts, kind),
         )
     if (sound := everything.get("input_values")) is not None and sound.dim() == 2:
         yield "main", {main: sound[:, None]}
     if text and main != "input_ids":
         only = {"input_ids", "attention_mask", *needed}
-        yield "text", with_labels(
-            model, {n: v for n, v in everything.items() if n in only}, facts, kind
+        yield (
+            "text",
+            with_labels(model, {n: v for n, v in everything.items() if n in only}, facts, kind),
         )
 
 

@@ -20,8 +20,12 @@ CONFIG: dict[str, dict[str, Any]] = {
     "autoformer": {**_SERIES, "moving_average": 3},
     "informer": _SERIES,
     "time_series_transformer": _SERIES,
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
-              "expert_layer_offset": 1},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -29,8 +33,12 @@ CONFIG: dict[str, dict[str, Any]] = {
     "cvt": {"depth": [1, 2, 3]},
     "hunyuan_vl": {"text_config": {"head_dim": 16}},
     "hunyuan_vl_text": {"head_dim": 16},
-    "dory": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1,
-             "num_hidden_layers": 3},
+    "dory": {
+        "n_input_layers": 1,
+        "n_recurrent_layers": 1,
+        "n_output_layers": 1,
+        "num_hidden_layers": 3,
+    },
     "cohere_compass_text": {"rope_parameters": _ROPE},
     "cohere_compass": {"text_config": {"rope_parameters": _ROPE}},
     "chameleon": {"vocabulary_map": {"<image>": 8, "IMGIMGA": 9}},
@@ -39,7 +47,8 @@ CONFIG: dict[str, dict[str, Any]] = {
 INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "bros": lambda facts: {"bbox": torch.rand(BATCH, LENGTH, 4)},
     "clap": lambda facts: {
-        "input_features": torch.randn(BATCH, 1, 256, facts.get("num_mel_bins")), "is_longer": torch.zeros(BATCH, 1, dtype=torch.bool),
+        "input_features": torch.randn(BATCH, 1, 256, facts.get("num_mel_bins")),
+        "is_longer": torch.zeros(BATCH, 1, dtype=torch.bool),
     },
     "blip_2_qformer": lambda facts: {
         "attention_mask": None,

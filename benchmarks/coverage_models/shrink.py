@@ -15,10 +15,11 @@ from typing import Any
 VOCABULARY = 256  # the size of every vocabulary; special tokens are packed below it
 POSITIONS = 128  # the most positions that a shrunk model may have
 IMAGE = 128  # the largest image side in pixels, where that works
+STAGES = 8  # a list as long as the model is deep, and longer than this, has one entry a layer
 WINDOW = 8  # a sliding window shorter than the sequences that are fed
 
 _WIDTH = re.compile(
-    r"(^in|_in|stem|mid|hidden|intermediate|embed\w*|embd|inner|ffn|mlp|proj\w*|head|latent|kv|output|out|model|"
+    r"(^in|_in|vit|stem|mid|hidden|intermediate|embed\w*|embd|inner|ffn|mlp|proj\w*|head|latent|kv|output|out|model|"
     r"state|feature|conv|codebook|expert|lora|rnn|attention|attn|pooler|text|vision|audio|"
     r"encoder|decoder|joint|bottleneck|quantization|hidden_dimension|fpn|memory|adapter|residual|"
     r"per_layer_input)_?(size|dim|dims|sizes|dimension|width|channels|rank|ratio_dim)s?$"
@@ -50,12 +51,20 @@ _INDICES = re.compile(
     r"extract_layers|out_indices|full_attn_layers|kda_layers|deepstack_visual_layers)$"
 )
 _GROUPS = re.compile(r"num_groups$|_groups$|^groups$|group_norm_size$|norm_num_groups$")
-_PER_LAYER = re.compile(r"layer_types|mlp_layer_types|indexer_types|layer|block|attn|attention|rope")
-_DEPTHS = re.compile(r"^(depths|blocks_per_stage|stage_num_blocks|num_blocks|stage_numb_of_layers)$")
+_PER_LAYER = re.compile(
+    r"layer_types|mlp_layer_types|indexer_types|layer|block|attn|attention|rope"
+)
+_DEPTHS = re.compile(
+    r"^(depths|blocks_per_stage|stage_num_blocks|num_blocks|stage_numb_of_layers)$"
+)
 _EXPERTS = re.compile(r"experts?$|^num_local_experts$|^moe_num_experts$")
 _NOT_EXPERTS = re.compile(r"shared|zero|per_tok|top|null|frequency")
-_CHOSEN = re.compile(r"experts_per_tok(en)?$|^(moe_)?(top_?k|k)$|moe_topk|num_selected_experts|router_top_k")
-_VOCABULARY = re.compile(r"(^|_)(vocab_size|vocabulary_size|n_words|n_tokens)(_\w+)?$|^num_embeddings$|_vocab$")
+_CHOSEN = re.compile(
+    r"experts_per_tok(en)?$|^(moe_)?(top_?k|k)$|moe_topk|num_selected_experts|router_top_k"
+)
+_VOCABULARY = re.compile(
+    r"(^|_)(vocab_size|vocabulary_size|n_words|n_tokens)(_\w+)?$|^num_embeddings$|_vocab$"
+)
 _TOKEN = re.compile(r"(token_ids?|token_index|_token)$")
 _POSITIONS = re.compile(
     r"max_(\w*_)?(position\w*|seq\w*_?len\w*|source_positions|target_positions|length)$|"
@@ -103,9 +112,9 @@ class Shrinker:
             elif isinstance(value, dict):
                 out[key] = self.config(value) if _is_config(key, value) else self._rope(value)
             elif isinstance(value, list | tuple) and depth and len(value) == depth and (
-                _PER_LAYER.search(key)
+                _PER_LAYER.search(key) or depth > STAGES
             ):  # fmt: skip
-                out[key] = [value[i] for i in kept]
+                out[key] = [self.value(key, value[i], len(kept)) for i in kept]
             else:
                 out[key] = self.value(key, value, len(kept))
         if self.sections and "rope_parameters" in out and "vision" not in str(d.get("model_type")):
@@ -143,7 +152,10 @@ class Shrinker:
             (lambda k: k in ("n_group", "topk_group"), lambda v: min(v, 1)),
             (lambda k: k == "first_k_dense_replace", lambda v: min(v, 1)),
             (lambda k: k in ("num_queries", "num_denoising"), lambda v: min(v, 10)),
-            (_GROUPS.search, lambda v: v if v <= 2 else max(1, v // (8 if self.fixed else self.divisor))),
+            (
+                _GROUPS.search,
+                lambda v: v if v <= 2 else max(1, v // (8 if self.fixed else self.divisor)),
+            ),
             (_POSITIONS.search, lambda v: min(v, POSITIONS)),
             (lambda k: k in ("sliding_window", "sliding_window_size"), lambda v: min(v, WINDOW)),
             (_IMAGES.search, lambda v: v // self.image_divisor),
@@ -167,7 +179,14 @@ class Shrinker:
 
     def _kept_layers(self, d: dict[str, Any]) -> tuple[list[int], int]:
         """Which layers stay: the first of each kind where the layers differ; and how many there were."""
-        names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "depth")
+        names = (
+            "num_hidden_layers",
+            "n_layer",
+            "n_layers",
+            "num_layers",
+            "encoder_layers",
+            "depth",
+        )
         depth = next((d[n] for n in names if isinstance(d.get(n), int)), 0)
         lists = [
             v for k, v in d.items()
@@ -202,7 +221,10 @@ def _give_sections(config: dict[str, Any]) -> None:
         return
     width = config.get("head_dim") or config["hidden_size"] // heads
     half = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
-    config["rope_parameters"] = {**rope, "mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}
+    config["rope_parameters"] = {
+        **rope,
+        "mrope_section": [half - 2 * (half // 4), half // 4, half // 4],
+    }
 
 
 def _by_name(key: str, value: Any) -> int | None:

@@ -60,7 +60,9 @@ def _sdpa(**arguments: Any) -> Callable[[], nn.Module]:
     return lambda: Kernel(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **arguments))
 
 
-def _multi_head(need: bool, inside: dict[str, Any], **arguments: Any) -> Callable[[float], nn.Module]:
+def _multi_head(
+    need: bool, inside: dict[str, Any], **arguments: Any
+) -> Callable[[float], nn.Module]:
     return lambda p: Called(
         nn.MultiheadAttention(WIDTH, HEADS, dropout=p, batch_first=True, **inside),
         need_weights=need, **arguments,

@@ -14,7 +14,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from . import overrides
-from .case import CannotBuildError, Case, copied, seed
+from .case import CannotBuildError, Case, seed
 from .inputs import parameters, variants
 from .shrink import IMAGE, Shrinker
 
@@ -93,7 +93,9 @@ def attempts(model_type: str) -> list[Shrinker]:
     """How to shrink, the smallest first."""
     config = str(CONFIG_MAPPING[model_type]().to_dict())
     largest = max((int(n) for n in re.findall(r"image_size': \[?(\d+)", config)), default=1)
-    widest = max((int(n) for n in re.findall(r"(?:hidden_size|d_model)': (\d+)", config)), default=1)
+    widest = max(
+        (int(n) for n in re.findall(r"(?:hidden_size|d_model)': (\d+)", config)), default=1
+    )
     small, whole = _image_divisor(largest, IMAGE), _image_divisor(largest, 2 * IMAGE)
     ways = [
         Shrinker(16, image_divisor=small),

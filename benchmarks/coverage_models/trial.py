@@ -51,6 +51,7 @@ class Result:
     problem: str = ""  # the trial itself failed
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
         return asdict(self)
 
 
@@ -68,7 +69,7 @@ def run(case: Case) -> Result:
     result = Result(case.name, case.implementation, case.model_class, case.fed)
     bare, calls = _unwatched(case)
     try:
-        watched, probe = _watched(case, dropout=True)
+        watched, probe, result.calls_seen = _watched(case, dropout=True)
     except NoAttentionError:
         result.attention = len({c.module for c in calls})
         result.identical = True  # nothing was attached
@@ -78,11 +79,11 @@ def run(case: Case) -> Result:
     if result.differs and differences(bare, _unwatched(case, oracle=False)[0]):
         result.notes.append("two unwatched runs differ too")
     result.identical = not result.differs
-    _coverage(result, calls, probe, probe._step)
+    _coverage(result, calls, probe)
     _entropies(result, calls, probe)
     without = probe
     if case.has_dropout and any(r.verified == "reissued" for r in probe.coverage):
-        _, without = _watched(case, dropout=False, steps=1)
+        _, without, _ = _watched(case, dropout=False, steps=1)
     _checks(result, without)
     operational = [a for p in (probe, without) for a in p.alerts if a.origin is Origin.OPERATIONAL]
     result.alerts = list(dict.fromkeys(f"{a.rule}: {a.layer}: {a.message}" for a in operational))
@@ -102,20 +103,28 @@ def _unwatched(case: Case, *, oracle: bool = True) -> tuple[Trace, list[Call]]:
     return _trace(model, losses), watcher.calls
 
 
-def _watched(case: Case, *, dropout: bool, steps: int = STEPS) -> tuple[Trace, sp.Probe]:
+def _watched(case: Case, *, dropout: bool, steps: int = STEPS) -> tuple[Trace, sp.Probe, int]:
+    """The run with the probe; the last number is how many calls it saw at the last step."""
     model, optimizer = _begin(case, dropout=dropout)
     losses = []
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         probe = sp.watch(model, plan=EVERY_STEP, rules=(), allow_eval=True)
+        before = 0
         for _ in range(steps):
+            before = _calls(probe)
             losses.append(_update(case.loss(model), optimizer))
             probe.step(loss=losses[-1])
+        calls = _calls(probe) - before
         trace = _trace(model, losses)
         while dropout and probe._attachment.discovering and len(losses) < PATIENCE:
             losses.append(_update(case.loss(model), optimizer))
             probe.step(loss=losses[-1])
         probe.close()
-    return trace, probe
+    return trace, probe, calls
+
+
+def _calls(probe: sp.Probe) -> int:
+    return sum(r.calls for r in probe.coverage if r.seam)
 
 
 def _begin(case: Case, *, dropout: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -136,8 +145,10 @@ def _update(loss: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
 
 def _trace(model: nn.Module, losses: list[Tensor]) -> Trace:
     state = {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
-    state |= {f"grad {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    randomness = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())  # noqa: NPY002
+    state |= {
+        f"grad {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+    randomness = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())
     return Trace(list(losses), state, randomness)
 
 
@@ -169,7 +180,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _coverage(result: Result, calls: list[Call], probe: sp.Probe, steps: int) -> None:
+def _coverage(result: Result, calls: list[Call], probe: sp.Probe) -> None:
     """Which of the oracle's modules have a site at, in or around them."""
     reports = [r for r in probe.coverage if r.seam]
     sites = [r.layer for r in reports]
@@ -177,7 +188,6 @@ def _coverage(result: Result, calls: list[Call], probe: sp.Probe, steps: int) ->
     result.attention = len(modules)
     result.seen = sum(any(same_branch(m, s) for s in sites) for m in modules)
     result.sites, result.calls = len(sites), len(calls)
-    result.calls_seen = round(sum(r.calls for r in reports) / steps)
     missed = [m for m in modules if not any(same_branch(m, s) for s in sites)]
     if missed:
         kinds = sorted({c.operator for c in calls if c.module in missed})
