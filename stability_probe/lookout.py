@@ -29,6 +29,7 @@ class Lookout:
 
     def after_step(self, step: int) -> list[Alert]:
         """The operational alerts that a step gives rise to; ends discovery when it is done."""
+        self._attachment.refresh()
         return [
             *self._faults(step),
             *self._unreadable(step),
@@ -97,8 +98,7 @@ class Lookout:
                     layer,
                     f"{layer} ({kind}) looks like attention and gave no attention call in "
                     f"{self._discovery_steps} steps; it is not watched.",
-                    "A kernel of its own, or a compiled module, hides its calls; "
-                    "see probe.coverage.",
+                    self._what_hides(),
                 )
         yield from self._unverified(step)
         yield from self._uncapped(step)
@@ -111,7 +111,7 @@ class Lookout:
             None,
             f"No attention call was seen in {self._discovery_steps} steps of training; "
             f"{candidates} modules look like attention. Nothing is watched.",
-            "A compiled module or a kernel of its own hides its calls; see probe.coverage."
+            self._what_hides()
             if candidates
             else "Watch a model that attends; this one may hold no attention at all.",
         )
@@ -148,8 +148,21 @@ class Lookout:
             + ("training: its modules are in eval mode." if in_eval else "training."),
             "Call model.train() before the training step, or watch the module that is trained."
             if in_eval
-            else "Watch the module whose forward your loop calls; a module compiled before "
-            "watch() hides its forwards.",
+            else self._what_hides()
+            if self._attachment.may_be_compiled
+            else "Watch the module whose forward your loop calls.",
+        )
+
+    def _what_hides(self) -> str:
+        """What to do about calls that are not seen."""
+        if not self._attachment.may_be_compiled:
+            return "A kernel of its own hides its calls; see probe.coverage."
+        if not self._attachment.compiled:
+            return "It may run compiled: pass compiled=True to watch()."
+        return (
+            "If the model ran compiled before watch(), its graphs know nothing of the probe: call "
+            "torch._dynamo.reset() once after watch(), or call watch() before the first step. "
+            "Otherwise a kernel of its own hides its calls; see probe.coverage."
         )
 
     def _silent_sites(self, step: int) -> Iterator[Alert]:

@@ -72,6 +72,7 @@ class Probe:
         strict: bool = False,
         allow_eval: bool = False,
         pool: bool = True,
+        compiled: bool = True,
     ) -> None:
         self._rank = own_rank()
         self._writes = self._rank == 0 or not pool
@@ -81,7 +82,9 @@ class Probe:
         self._monitor = Monitor(rules)
         self._on_alert, self._optimizer, self._strict = on_alert, optimizer, strict
         self._meter = Meter()
-        self._attachment = attach(model, self._meter, strict=strict, allow_eval=allow_eval)
+        self._attachment = attach(
+            model, self._meter, strict=strict, allow_eval=allow_eval, compiled=compiled
+        )
         try:
             header = run_header((), self._plan, created=self._created)
             own = own_sinks(self.logdir, header, rank=self._rank, writes=self._writes)
@@ -382,6 +385,7 @@ def watch(
     strict: bool = False,
     allow_eval: bool = False,
     pool: bool = True,
+    compiled: bool = True,
 ) -> Probe:
     """Starts to watch the attention layers of a model that trains.
 
@@ -404,6 +408,8 @@ def watch(
             steps over all of them, and write on rank 0 alone. Call `watch` on every rank; on
             some alone it does not hang, and their records are their own. False: each rank
             records and writes for itself.
+        compiled: also watch what torch.compile makes of the model after this call; False leaves
+            compiled graphs as they are, and unwatched.
 
     Raises:
         NoAttentionError, EvalModeError, AlreadyWatchedError: the model cannot be watched.
@@ -420,4 +426,5 @@ def watch(
         strict=strict,
         allow_eval=allow_eval,
         pool=pool,
+        compiled=compiled,
     )

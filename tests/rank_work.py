@@ -118,7 +118,10 @@ def ddp(rank: int, world: int, folder: str, *, write: bool = False) -> dict[str,
     logdir = f"{folder}/run" if write else None
     probe = sp.watch(wrapped, logdir, plan=plan, sinks=[keeper], strict=True)
 
+    weights: dict[int, dict[str, Tensor]] = {}  # that a step began with
+
     def step(number: int) -> None:
+        weights[number] = {name: x.clone() for name, x in model.state_dict().items()}
         loss = loss_of(wrapped, batches(number, world)[rank])
         optimizer.zero_grad()
         loss.backward()
@@ -135,6 +138,7 @@ def ddp(rank: int, world: int, folder: str, *, write: bool = False) -> dict[str,
         "records": keeper.plain(),
         "alerts": [a.to_dict() for a in probe.alerts],
         "logdir": probe.logdir,
+        "weights": weights,
     }
 
 

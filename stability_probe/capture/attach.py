@@ -12,7 +12,7 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from stability_probe.capture.gradients import Gradients
 from stability_probe.capture.graph import read_graph
 from stability_probe.capture.hooks import BeginHook, EndHook, EnterHook, LeaveHook, is_live
 from stability_probe.capture.layout import UnsupportedCallError
-from stability_probe.capture.scope import Admission, Frame
+from stability_probe.capture.scope import Admission, Frame, holds_compiled
 from stability_probe.capture.shards import local_part, localized
 from stability_probe.capture.site import Site, call_of
 from stability_probe.capture.sites import (
@@ -43,6 +43,9 @@ from stability_probe.capture.sites import (
 from stability_probe.errors import AlreadyWatchedError, EvalModeError, NoAttentionError
 from stability_probe.modes import unobserved
 from stability_probe.records import AttentionCall, SiteReport
+
+if TYPE_CHECKING:
+    from stability_probe.capture.observer import CompiledSeam
 
 
 class Receiver(Protocol):
@@ -65,7 +68,9 @@ class Receiver(Protocol):
 class Attachment:
     """The live connection to one model. `close` removes every trace of it."""
 
-    def __init__(self, model: nn.Module, receiver: Receiver, *, strict: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, receiver: Receiver, *, strict: bool = False, compiled: bool = True
+    ) -> None:
         self.sites: dict[str, Site] = {}
         self.faults: list[tuple[str, str]] = []  # (layer, what happened), for the probe to drain
         self.step = 1
@@ -86,6 +91,12 @@ class Attachment:
         self._lock = threading.Lock()
         self._discovering = False
         self._forward = _Forward()
+        self.compiled = compiled
+        self._seam: CompiledSeam | None = None
+        if compiled:
+            from stability_probe.capture import compiled as seam  # imports the compiler: slow
+
+            self._seam = seam.open_seam(self, model)
         self.discover()
         watch_entries(self._mode, self, model)
 
@@ -104,7 +115,22 @@ class Attachment:
         self._unhook()
         self._discovering = False
         self._names = {}
-        for site in self.sites.values():
+        self._hook_sites()
+
+    def pause(self) -> None:
+        """Takes the hooks off while a compiler traces: it would compile again when they change."""
+        self._unhook()
+
+    def resume(self) -> None:
+        """Puts them on again."""
+        if self._discovering:
+            self._hook_globally()
+        else:
+            self._hook_sites()
+
+    def _hook_sites(self) -> None:
+        eager = [site for site in self.sites.values() if not site.compiled]
+        for site in eager:
             module = site.module()
             if module is None or site.disabled:
                 continue
@@ -117,6 +143,8 @@ class Attachment:
                 # before the user's hooks, as ours is the innermost scope
                 module.register_forward_hook(leave, prepend=True, always_call=True),
             ]
+        if self.sites and not eager and ROOT not in self._ran:
+            return  # the whole model is compiled: its graphs tell all
         if self._names or self._is_shy(self._model):
             self._hook_globally()
         else:
@@ -124,6 +152,14 @@ class Attachment:
                 self._model.register_forward_pre_hook(BeginHook(self), prepend=True),
                 self._model.register_forward_hook(EndHook(self), always_call=True),
             ]
+
+    def refresh(self) -> None:
+        """Call it between steps."""
+        if self._seam is not None:
+            from stability_probe.capture import compiled as seam
+
+            self._seam.refresh()
+            seam.renew()
 
     def _name_modules(self) -> None:
         """The names of all modules, by their identity; one under two names has the first."""
@@ -144,6 +180,11 @@ class Attachment:
     def close(self) -> None:
         """Removes all hooks and modes. Safe to call twice."""
         self._unhook()
+        if self._seam is not None:
+            from stability_probe.capture import compiled as seam
+
+            seam.close_seam(self._seam)
+            self._seam = None
         unwatch_entries(self._mode)
         self._gradients.close()
         self._mode.scope.heal()
@@ -260,6 +301,30 @@ class Attachment:
         except Exception as error:
             self.fault(frame, error)
 
+    # What compiled graphs tell
+
+    @property
+    def frame(self) -> Frame | None:
+        """The innermost eager forward that is followed on this thread."""
+        return self._mode.scope.current
+
+    def compiled_call(self, seen: Seen, *, first: bool) -> None:
+        """A compiled graph made a call, the first of its module in this run of the graph or not.
+
+        `seen.path` holds the frame of the module.
+        """
+        (frame,) = seen.path
+        if not frame.looking:
+            self.refused_in_eval += not frame.module.training
+            return
+        self.forwards += 1
+        self.forwards_in_eval += frame.admission is Admission.EVAL_GRAD
+        if first and not self._forward.open:
+            self._forward.calls.forget(frame.name)
+        self.attention(seen)
+        if (site := self.sites.get(frame.name)) is not None:
+            site.compiled = True  # no hook is needed there
+
     # Listener: what the mode tells
 
     def attention(self, seen: Seen) -> AttentionCall | None:
@@ -369,7 +434,7 @@ class Attachment:
         return {
             name: kind
             for name, kind in self._silent().items()
-            if name in self._ran or _compiler_is_used()
+            if name in self._ran or self.may_be_compiled
         }
 
     def _silent(self) -> dict[str, str]:
@@ -387,9 +452,16 @@ class Attachment:
         silent = self._silent().items()
         return (*seen, *(SiteReport(n, kind, reason=self._why_silent(n)) for n, kind in silent))
 
+    @property
+    def may_be_compiled(self) -> bool:
+        """Whether a compiled graph could hide forwards of the model."""
+        return _compiler_is_used() or holds_compiled(self._model)
+
     def _why_silent(self, name: str) -> str:
         if name in self._ran:
             return "gave no attention call"
+        if self.may_be_compiled:
+            return "no call seen: it may run in a graph that was compiled before watch()"
         return "its forward never ran" if self.forwards else "no forward in training yet"
 
 
@@ -425,7 +497,12 @@ def _watched_at(model: nn.Module) -> str | None:
 
 
 def attach(
-    model: nn.Module, receiver: Receiver, *, strict: bool = False, allow_eval: bool = False
+    model: nn.Module,
+    receiver: Receiver,
+    *,
+    strict: bool = False,
+    allow_eval: bool = False,
+    compiled: bool = True,
 ) -> Attachment:
     """Starts to report a model's attention calls to `receiver`.
 
@@ -435,6 +512,7 @@ def attach(
         strict: a fault while reading raises instead of disabling the site; for tests.
         allow_eval: accept a model whose attention is all in eval mode, as LoRA and DPO loops
             use it; calls are recorded there while gradients flow.
+        compiled: also see attention in what torch.compile makes of the model from now on.
 
     Raises:
         AlreadyWatchedError: the model or a part of it is watched already.
@@ -465,4 +543,4 @@ def attach(
             "recorded. Call model.train() before watch(), or pass allow_eval=True if you train "
             "in eval mode."
         )
-    return Attachment(model, receiver, strict=strict)
+    return Attachment(model, receiver, strict=strict, compiled=compiled)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -66,7 +67,7 @@ class Chunk:
 
 def chunk_of(q: Tensor | None, k: Tensor | None) -> Chunk | None:
     """The chunk of a call; None where q and k are not plain tensors in memory."""
-    if q is None or k is None:
+    if q is None or k is None or torch.compiler.is_compiling():
         return None
     one, two = _slice_of(q), _slice_of(k)
     return None if one is None or two is None else Chunk(one, two)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -91,7 +92,8 @@ def watch_entries(mode: AttentionMode, listener: Listener, model: nn.Module) -> 
 
 def look_for_entries() -> None:
     """Takes in what was imported since; costs a few look-ups where nothing was."""
-    if any(e not in _BOARD.found and defined(e.module, e.name) for e in ENTRY_POINTS):
+    imported = (e for e in ENTRY_POINTS if e.module in sys.modules and e not in _BOARD.found)
+    if any(defined(e.module, e.name) for e in imported):
         with _BOARD.lock:
             _take_in()
 

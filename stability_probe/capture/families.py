@@ -57,6 +57,7 @@ RESHAPE = _family(
 PERMUTE = _family("transpose", "permute", "swapaxes", "swapdims", "movedim") | {
     torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
 }
+VIEWS = RESHAPE | PERMUTE
 # Scores stay scores in these, in a way that is not followed.
 BLUR = _family(
     "clamp", "clip", "clamp_min", "clamp_max", "nan_to_num", "maximum", "minimum", "roll",

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -115,6 +116,20 @@ class AttentionMode(TorchFunctionMode):
         if self._local.origins is not None and self._local.origins.module is module:
             self._local.origins = None
 
+    @property
+    def ledger(self) -> Ledger:
+        """What this thread's tensors are known to be."""
+        return self._local.ledger
+
+    @contextmanager
+    def within_heads(self, heads: int | None) -> Iterator[None]:
+        """Inside nn.MultiheadAttention's function, which knows the number of heads."""
+        before, self._local.heads = self._local.heads, heads
+        try:
+            yield
+        finally:
+            self._local.heads = before
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -129,7 +144,7 @@ class AttentionMode(TorchFunctionMode):
         watched = func in f.WATCHED or func in KERNELS or self._local.origins is not None
         if watched and not torch.compiler.is_compiling():
             try:
-                self._read(func, args, kwargs, out)
+                self.read(func, args, kwargs, out)
             except Exception as error:
                 self._listener.fault(self.scope.current, error)
         return out
@@ -139,14 +154,11 @@ class AttentionMode(TorchFunctionMode):
     ) -> Any:
         """Runs nn.MultiheadAttention's function with the calls inside it visible."""
         heads = args[4] if len(args) > 4 else kwargs.get("num_heads")
-        before, self._local.heads = self._local.heads, heads
-        try:
-            with self:
-                return redispatch_function(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        finally:
-            self._local.heads = before
+        with self.within_heads(heads), self:
+            return redispatch_function(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
-    def _read(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+    def read(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Reads a call that was made, with its result."""
         frame = self.scope.current
         if frame is None or not frame.looking:
             return
@@ -304,12 +316,13 @@ class AttentionMode(TorchFunctionMode):
         tensors = [*tensors, *kwargs.values()]
         weights = next((r for a in tensors if isinstance(r := ledger.get(a), Weights)), None)
         if weights is not None:
-            v = next(
+            others = (
                 a for a in reversed(tensors)
                 if isinstance(a, Tensor) and not isinstance(ledger.get(a), Weights)
             )  # fmt: skip
-            path = _common(weights.path, self.scope.path)
-            self._listener.values(weights.call, path, v, out)
+            if (v := next(others, None)) is not None:  # else weights met weights
+                path = _common(weights.path, self.scope.path)
+                self._listener.values(weights.call, path, v, out)
             return
         record = provenance.scores_of_product(func, args, kwargs, out, self.scope.path)
         if record is not None:

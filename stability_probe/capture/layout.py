@@ -51,31 +51,44 @@ def canonical(seen: Seen, heads: int | None) -> dict[str, Any]:
             )
         if tensor.device.type == "meta" or type(tensor).__name__ == "FakeTensor":
             raise UnsupportedCallError("the tensors hold no data (meta device or fake tensors)")
-    fields = _from_softmax(seen, heads) if seen.seam == "softmax" else _from_kernel(seen, heads)
+    from_rows = seen.scores is None and seen.weights is None
+    fields = _from_rows(seen, heads) if from_rows else _from_softmax(seen, heads)
     return fields | _beside_the_scores(seen, fields)
 
 
-def _from_kernel(seen: Seen, heads: int | None) -> dict[str, Any]:
+def _from_rows(seen: Seen, heads: int | None) -> dict[str, Any]:
     q, k, v, output = seen.q, seen.k, seen.v, seen.output
-    if q is None or k is None or v is None or output is None:
+    if q is None or k is None or (seen.seam != "softmax" and (v is None or output is None)):
         raise UnsupportedCallError("q, k, v or the output is missing")
     lead = q.shape[:-2]
     b, h = batch_and_heads(lead, heads)
-    if len(lead) == 2:
-        k, v = (t.expand(b, *t.shape[1:]) if t.shape[0] == 1 else t for t in (k, v))
-        groups = k.shape[1]
-    else:
-        k, v = (t.expand(*lead, *t.shape[-2:]) for t in (k, v))
-        groups = h
+    groups = k.shape[1] if len(lead) == 2 else h
     scores_shape = (*lead, q.shape[-2], k.shape[-2])
+
+    def by_group(t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        if len(lead) != 2:
+            t = t.expand(*lead, *t.shape[-2:])
+        elif t.shape[0] == 1:
+            t = t.expand(b, *t.shape[1:])
+        return t.reshape(b, groups, *t.shape[-2:])
+
     return {
         "q_BHQD": q.reshape(b, h, *q.shape[-2:]),
-        "k_BGKD": k.reshape(b, groups, *k.shape[-2:]),
-        "v_BGKE": v.reshape(b, groups, *v.shape[-2:]),
-        "output_BHQE": output.reshape(b, h, *output.shape[-2:]),
+        "k_BGKD": by_group(k),
+        "v_BGKE": by_group(v),
+        "output_BHQE": None if output is None else output.reshape(b, h, *output.shape[-2:]),
         "masks": tuple(_mask(m, scores_shape, (b, h)) for m in seen.masks),
-        "scale": seen.scale,
+        "scale": _scale(seen.scale, lead, (b, h)),
     }
+
+
+def _scale(scale: float | Tensor, lead: torch.Size, batch_heads: tuple[int, int]) -> float | Tensor:
+    """A scale that broadcasts to [B, H, 1, 1]."""
+    if not isinstance(scale, Tensor) or scale.dim() == 0:
+        return scale
+    return scale.expand(*lead, 1, 1).reshape(*batch_heads, 1, 1)
 
 
 def _beside_the_scores(seen: Seen, fields: dict[str, Any]) -> dict[str, Any]:
@@ -97,16 +110,13 @@ def _from_softmax(seen: Seen, heads: int | None) -> dict[str, Any]:
         raise UnsupportedCallError("the softmax gave no output")
     lead, rows, keys = matrix.shape[:-2], matrix.shape[-2], matrix.shape[-1]
     b, h = batch_and_heads(lead, heads)
-    scale = seen.scale
-    if isinstance(scale, Tensor) and scale.dim() > 0:
-        scale = scale.expand(*lead, 1, 1).reshape(b, h, 1, 1)
     return {
         "q_BHQD": None if seen.q is None else _as_rows(seen.q, lead, (b, h)),
         "k_BGKD": None if seen.k is None else _as_rows(seen.k, lead, (b, h)),
         "scores_BHQK": None if seen.scores is None else seen.scores.reshape(b, h, rows, keys),
         "masks": tuple(_mask(m, matrix.shape, (b, h)) for m in seen.masks),
         "sink_BHQ1": None if seen.sink is None else _sink(seen.sink, lead, (b, h)),
-        "scale": scale,
+        "scale": _scale(seen.scale, lead, (b, h)),
     }
 
 

@@ -448,7 +448,12 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def _reference(tensor: Tensor, scores: Tensor) -> Reference:
-    """A reference that keeps a small mask alive, and leaves one of the scores' size alone."""
+    """A reference that keeps a small mask alive, and leaves one of the scores' size alone.
+
+    While a compiler traces there is no memory to spare, and its tensors die early.
+    """
+    if torch.compiler.is_compiling():
+        return lambda: tensor
     if tensor.numel() < scores.numel() or tensor._base is not None:
         return lambda: tensor
     return weakref.ref(tensor)
@@ -460,6 +465,8 @@ def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int, name
 
 def _number(value: Any) -> float | None:
     """A Python or CPU scalar as a float; None where reading it would wait for a device."""
+    if torch.compiler.is_compiling() and isinstance(value, Tensor):
+        return None  # it holds no value yet
     if isinstance(value, Tensor):
         return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
     return float(value)

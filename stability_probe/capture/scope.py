@@ -125,7 +125,7 @@ class Scope(threading.local):
             first = next((t for t in tensors if t.is_floating_point()), None)
         frame = Frame(name, module, admission, self.mode_on, first, _sequence_number())
         self.frames.append(frame)
-        self._switch(frame.looking)
+        self._switch(frame.looking and not holds_compiled(module))
         return frame
 
     def leave(self, module: nn.Module) -> bool:
@@ -172,6 +172,15 @@ class Scope(threading.local):
         elif self.mode_on and not on:
             take_out(self.mode)
             self.mode_on = False
+
+
+def holds_compiled(module: nn.Module) -> bool:
+    """Whether the module or a part of it runs compiled.
+
+    A mode that is on when a compiled part begins would be a part of what it is compiled for.
+    """
+    return any(m._compiled_call_impl is not None or "_orig_mod" in m._modules
+               for m in module.modules())  # fmt: skip
 
 
 def _sequence_number() -> int:

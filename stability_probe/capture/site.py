@@ -45,6 +45,7 @@ class Site:
     unverifiable: str = ""  # why nothing could be compared
     unreadable: str = ""  # why some of its calls cannot be read
     disabled: str = ""  # why nothing is recorded any more
+    compiled: bool = False  # its calls come from a compiled graph
     plain_softmax: bool = False  # its softmax does not descend from q k^T, yet weighs values
     share: HeadShare | None = None  # which heads are on this rank, as its first call said
     share_asked: bool = False

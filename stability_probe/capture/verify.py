@@ -189,6 +189,8 @@ def _per_query_head(groups_GKD: Tensor, heads: int) -> Tensor:
 
 def _reissued(call: AttentionCall) -> Tensor:
     """The first sequence's output [H, Q, E], computed once more without dropout."""
+    if call.seam == "softmax":
+        raise ValueError("dropout changes what a compiled softmax's weights gave")
     if call.q_BHQD is None or call.k_BGKD is None or call.v_BGKE is None:
         raise ValueError("got a call without q, k or v; all are needed to issue it again")
     if call.score_mod or call.mask_mod or call.sink_BHQ1 is not None or call.softcap:

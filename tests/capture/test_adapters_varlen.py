@@ -11,6 +11,9 @@ import torch
 from seeing import Attentive, assert_reads_like, seen_by
 from torch import Tensor
 from torch.nn.attention import varlen
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stability_probe.capture.adapters.varlen import read
 
 X = torch.randn(2, 10, 32, generator=torch.Generator().manual_seed(3))
 CU = torch.tensor([0, 4, 11, 18], dtype=torch.int32)  # and two positions of no sequence
@@ -61,3 +64,27 @@ def test_every_sequence_on_its_own(
         pair = stand_ins.scores_of(q[None, a:b], k[None, a:b], scale=None, window=window)
         scores[:, :, a:b, a:b] = pair.float()
     assert_reads_like(calls[0], scores)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails on what makes the host wait for a device, and on squares of the sequence."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "equal"), name
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and name != "expand":
+            assert out.numel() < 200 * 200
+        return out
+
+
+def test_reading_packed_sequences_waits_for_nothing_and_forms_no_square() -> None:
+    q, k, v = (torch.randn(200, 4, 8) for _ in range(3))
+    bound = inspect.signature(stand_in).bind(
+        q, k, v, torch.tensor([0, 90, 200]), None, 110, 110, window_size=(-1, 0)
+    )
+    bound.apply_defaults()
+    with NoWaiting():
+        seen = read(bound.arguments, torch.zeros_like(q))
+    assert seen.sequences == 2
+    assert seen.mask_mod is not None

@@ -179,6 +179,39 @@ def test_a_compiled_form_is_seen(user: types.ModuleType) -> None:
     assert user.compiled is compiled
 
 
+def test_the_outermost_of_nested_entry_points_is_recorded(user: types.ModuleType) -> None:
+    interface = sys.modules[HOME]
+
+    def packed(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
+        return interface.flash_attn_func(q, *kv.unbind(2), causal=causal)
+
+    interface.flash_attn_kvpacked_func = packed
+    model = Attentive(
+        lambda q, k, v: interface.flash_attn_kvpacked_func(q, torch.stack((k, v), 2), causal=True)
+    )
+    calls, report, _ = seen_by(model, X, forwards=2)
+    assert (len(calls), report.verified) == (2, "output")
+
+
+def test_a_module_inside_a_watched_kernel_is_not_recorded(user: types.ModuleType) -> None:
+    """TransformerEngine's attention calls modules of its own."""
+
+    class Kernel(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return traceable(q, k, v)
+
+    model = Attentive(user.attend)
+    model.attention.inner = Kernel()
+
+    def attention(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1)):
+        return model.attention.inner(q, k, v)
+
+    user.flash_attn_func = sys.modules[HOME].flash_attn_func = attention
+    model.attention.attend = lambda q, k, v: user.flash_attn_func(q, k, v)
+    calls, report, _ = seen_by(model, X, forwards=2)
+    assert (len(calls), report.layer, report.verified) == (2, "attention", "output")
+
+
 def test_what_a_watched_kernel_calls_is_not_recorded_once_more(user: types.ModuleType) -> None:
     user.flash_attn_func = sys.modules[HOME].flash_attn_func = traceable
     calls, report, _ = seen_by(Attentive(user.attend), X, forwards=2)

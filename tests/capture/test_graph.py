@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -123,25 +125,29 @@ class Counting(torch.autograd.graph.saved_tensors_hooks):
         return t
 
 
-def test_saved_tensor_hooks_are_not_run() -> None:
-    inside = Counting()
+@pytest.mark.parametrize("where", ["inside the module", "around the model"])
+def test_saved_tensor_hooks_are_not_run(where: str) -> None:
+    hooks = Counting()
+    inside, around = (
+        (hooks, nullcontext()) if where.startswith("inside") else (nullcontext(), hooks)
+    )
 
     class Offloaded(Scripted):
         def forward(self, x: Tensor) -> Tensor:
             with inside:
                 return super().forward(x)
 
-    around = Counting()
-    for model, hooks in ((Offloaded(), inside), (Scripted(), around)):
-        taker = Taker()
-        attachment = attach(model, taker, strict=True)
-        try:
-            with around:
-                model(torch.randn(2, 10, 32))
-        finally:
-            attachment.close()
-        assert not taker.calls
-        assert hooks.unpacked == 0
+    taker = Taker()
+    attachment = attach(Offloaded(), taker, strict=True)
+    try:
+        with around:
+            output = attachment._model(torch.randn(2, 10, 32))
+    finally:
+        attachment.close()
+    assert not taker.calls
+    assert hooks.unpacked == 0
+    output.sum().backward()
+    assert hooks.unpacked > 0  # they were in use
 
 
 def test_a_checkpointed_part_is_not_computed_once_more() -> None:
