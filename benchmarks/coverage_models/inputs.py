@@ -80,7 +80,7 @@ def patches(facts: Facts, grid: tuple[int, int, int] = (1, 4, 4)) -> tuple[Tenso
 
 
 def spectrogram(facts: Facts) -> Tensor:
-    """Audio features: [B, bins, frames] where a fixed length is asked for, else [B, frames, bins]."""
+    """Audio features: [B, bins, frames] where the length is fixed, else [B, frames, bins]."""
     bins = facts.get("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels",
                      "input_dim", "input_feat_size", "feat_in", "feature_projection_input_dim",
                      under="audio", default=80)  # fmt: skip
@@ -216,7 +216,7 @@ def variants(model: nn.Module, config: Any, kind: str) -> Iterator[tuple[str, di
 def _with_image_tokens(
     model: nn.Module, facts: Facts, everything: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Text with as many image tokens as the model makes features of the images; None if it fails."""
+    """Text with as many image tokens as there are image features; None without images."""
     token = facts.get("image_token_id", "image_token_index")
     inner = next((m for m in (model, getattr(model, "model", None))
                   if hasattr(m, "get_image_features")), None)  # fmt: skip

@@ -178,7 +178,7 @@ class Shrinker:
         return self.tokens.setdefault(value, VOCABULARY - 1 - len(self.tokens) % 128)
 
     def _kept_layers(self, d: dict[str, Any]) -> tuple[list[int], int]:
-        """Which layers stay: the first of each kind where the layers differ; and how many there were."""
+        """Which layers stay, the first of each kind where they differ; how many there were."""
         names = (
             "num_hidden_layers",
             "n_layer",
