@@ -93,7 +93,8 @@ def test_a_changed_bit_and_a_changed_random_state_are_told() -> None:
 def test_shrinking_keeps_ratios_tokens_and_kinds_of_layers() -> None:
     config = {
         "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096,
-        "vocab_size": 9999, "eos_token_id": 9000, "num_hidden_layers": 6, "layer_types": ["a", "a", "b", "a", "a", "b"],
+        "vocab_size": 9999, "eos_token_id": 9000, "num_hidden_layers": 6,
+        "layer_types": ["a", "a", "b", "a", "a", "b"],
         "inner_config": {"model_type": "x", "hidden_size": 1024, "image_token_id": 9000},
     }  # fmt: skip
     small = Shrinker(divisor=16).config(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import sys
 import types
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "hiera_tiny_224": {},
     "mobilevit_xxs": {},
     "mobilevitv2_050": {},
-    "nest_tiny": {"img_size": 224, "embed_dims": (24, 48, 96), "depths": (1, 1, 1)},
+    "nest_tiny": {"img_size": 224},
     "volo_d1_224": {"img_size": 224},
     "sam2_hiera_tiny": {"img_size": 256},
     "samvit_base_patch16": {"img_size": 128, "embed_dim": 48, "depth": 2, "num_heads": 3,
@@ -90,14 +91,18 @@ def _timm() -> Any:
     Nothing of torchvision takes part in these models: timm needs the names of a frozen
     normalisation to recognise it, of a tracer, and of image transforms.
     """
-    try:
-        import torchvision  # noqa: F401
-    except ImportError:
-        sys.meta_path.append(_StandIns())
+    stand_ins = _StandIns()
+    if importlib.util.find_spec("torchvision") is None:
+        sys.meta_path.append(stand_ins)
     try:
         import timm
     except ImportError as error:
         raise CannotBuildError(f"import timm: {error}") from error
+    finally:
+        if stand_ins in sys.meta_path:  # other libraries must not take them for torchvision
+            sys.meta_path.remove(stand_ins)
+            for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
+                del sys.modules[name]
     return timm
 
 
