@@ -15,14 +15,18 @@ from torch.overrides import (  # type: ignore[attr-defined]
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+_TRACING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
 
 def unobserved() -> AbstractContextManager[None]:
     """Runs the probe's own operations outside the user's modes.
 
     A FLOP counter does not count them, a logging mode does not log them, and no mode changes
-    them. Modes that are entered inside must be left inside.
+    them. Modes that are entered inside must be left inside. While a compiler traces, its modes
+    are what makes a graph of the operations, and stay.
     """
-    if _len_torch_function_stack() == 0 and torch._C._len_torch_dispatch_stack() == 0:
+    alone = _len_torch_function_stack() == 0 and torch._C._len_torch_dispatch_stack() == 0
+    if alone or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING):
         return nullcontext()
     return _without_modes()
 

@@ -407,7 +407,7 @@ def watch(
         pool: where this process is one of several ranks (torch.distributed), pool the measured
             steps over all of them, and write on rank 0 alone. Call `watch` on every rank; on
             some alone it does not hang, and their records are their own. False: each rank
-            records and writes for itself.
+            records and writes for itself; give each a directory of its own.
         compiled: also watch what torch.compile makes of the model after this call; False leaves
             compiled graphs as they are, and unwatched.
 

@@ -5,108 +5,36 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-import torch.nn.functional as F
-from tiny_models import HEADS, WIDTH, Attention, Model, loss_of
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
+from rank_models import (
+    RowSharded,
+    Stage,
+    dropping_model,
+    sharded_model,
+    small_model,
+    tensor_parallel,
 )
+from rank_tools import (
+    Keeper,
+    batches,
+    blind,
+    pooling,
+    probe_model,
+    train,
+    until_pooling,
+    until_told,
+)
+from tiny_models import Model, loss_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import stability_probe as sp
-from stability_probe.records import StepRecord
-from stability_probe.sinks import Event
-
-Work = Callable[[int, int, str], Any]
-
-
-class Keeper:
-    """A sink that keeps the records."""
-
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def emit(self, event: Event) -> None:
-        if isinstance(event, StepRecord):
-            self.records.append(event)
-
-    def close(self) -> None:
-        pass
-
-    def plain(self) -> list[dict[str, Any]]:
-        """The records as what a file can hold."""
-        return [
-            {
-                "step": r.step,
-                "level": str(r.level),
-                "loss": r.scalars.loss,
-                "grad_norm": r.scalars.grad_norm,
-                "bad": [(b.layer, b.tensor, b.step) for b in r.scalars.first_bad],
-                "layers": {
-                    o.layer: (o.layer_index, o.sequences, o.ranks, dict(o.values))
-                    for o in r.observations
-                },
-            }
-            for r in self.records
-        ]
-
-
-def _enter(rank: int, work: Work, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
-    torch.save(work(rank, world, folder), f"{folder}/{rank}.pt")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def run(work: Work, world: int, folder: Path) -> list[Any]:
-    """What `work(rank, world, folder)` returned on each of `world` gloo processes."""
-    folder.mkdir(parents=True)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    mp.spawn(_enter, args=(work, world, str(folder)), nprocs=world)
-    found = (folder / f"{rank}.pt" for rank in range(world))
-    return [torch.load(path, weights_only=False) if path.exists() else None for path in found]
-
-
-def batches(step: int, world: int) -> list[Tensor]:
-    """The shares of each rank of the global batch of a step."""
-    generator = torch.Generator().manual_seed(step)
-    return list(torch.randint(0, 50, (2 * world, 12), generator=generator).split(2))
-
-
-def small_model() -> Model:
-    torch.manual_seed(0)
-    return Model(Attention("sdpa"), Attention("torch.softmax"))
-
-
-def until_pooling(probe: sp.Probe, step: Callable[[], object], *, limit: float = 30.0) -> int:
-    """Steps until every rank pools; how many steps that took. Ranks must step together."""
-    end, steps = time.monotonic() + limit, 0
-    while True:
-        step()
-        steps += 1
-        ready = torch.tensor([float(probe._pool.due)])
-        dist.all_reduce(ready, dist.ReduceOp.MIN)
-        if ready.item() == 1:
-            return steps
-        time.sleep(0.02)
-        if time.monotonic() > end:
-            raise TimeoutError(f"the ranks did not meet in {limit} s: {probe.alerts}")
 
 
 def ddp(rank: int, world: int, folder: str, *, write: bool = False) -> dict[str, Any]:
@@ -140,35 +68,6 @@ def ddp(rank: int, world: int, folder: str, *, write: bool = False) -> dict[str,
         "logdir": probe.logdir,
         "weights": weights,
     }
-
-
-def train(model: nn.Module, probe: sp.Probe | None, rank: int, steps: int, *, at: int = 1) -> Any:
-    """Plain steps; the losses, one a step."""
-    world, losses = dist.get_world_size(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number in range(at, at + steps):
-        loss = loss_of(model, batches(number, world)[rank])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-        if probe is not None:
-            probe.step(loss=loss)
-    return losses
-
-
-def blind(probe: sp.Probe) -> list[str]:
-    """What the probe said of its own blindness."""
-    return [a.message for a in probe.alerts if a.rule == "blind"]
-
-
-def pooling(model: nn.Module, rank: int, **options: Any) -> tuple[sp.Probe, Keeper]:
-    """A probe that pools, after some training."""
-    keeper = Keeper()
-    probe = sp.watch(model, plan=sp.every(1), sinks=[keeper], strict=True, **options)
-    numbers = iter(range(10_000))
-    until_pooling(probe, lambda: train(model, probe, rank, 1, at=next(numbers)))
-    return probe, keeper
 
 
 def lost(rank: int, world: int, folder: str) -> dict[str, Any]:
@@ -230,58 +129,6 @@ def vanish(rank: int, world: int, folder: str) -> dict[str, Any]:
     return told
 
 
-def probe_model(probe: sp.Probe) -> nn.Module:
-    """The model that a probe watches."""
-    return probe._attachment._model
-
-
-def until_told(probe: sp.Probe) -> None:
-    """Steps until the probe says that it is alone."""
-    end = time.monotonic() + 30
-    while not blind(probe) and time.monotonic() < end:
-        train(probe_model(probe), probe, 0, 5)
-        time.sleep(0.05)
-
-
-class Sharded(nn.Module):
-    """Causal self-attention with projections of their own, which tensor parallelism can cut."""
-
-    def __init__(self, *, fused: bool = True) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.fused = fused
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, _ = x.shape
-        q, k, v = (
-            p(x).view(b, t, -1, WIDTH // HEADS).transpose(1, 2) for p in (self.q, self.k, self.v)
-        )
-        if self.fused:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:  # distributed tensors have no fused attention on a CPU
-            y = torch.softmax(q @ k.mT * (WIDTH // HEADS) ** -0.5, dim=-1) @ v
-        return self.out(y.transpose(1, 2).reshape(b, t, -1))
-
-
-def sharded_model(*, fused: bool = True) -> Model:
-    """Two layers of `Sharded`, their scores not too small."""
-    torch.manual_seed(0)
-    model = Model(Sharded(fused=fused), Sharded(fused=fused))
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attention.q.weight.mul_(4)
-    return model
-
-
-def tensor_parallel(model: Model, mesh: DeviceMesh, *, local: bool = True) -> Model:
-    """Cuts the heads of every layer over the ranks of a mesh."""
-    cut = ColwiseParallel(use_local_output=local)
-    for block in model.blocks:
-        plan = {"q": cut, "k": cut, "v": cut, "out": RowwiseParallel()}
-        parallelize_module(block.attention, mesh, plan)
-    return model
-
-
 def of_users_groups() -> tuple[object, ...]:
     """What of the user's process groups a probe must not move."""
     group = dist.distributed_c10d._get_default_group()
@@ -340,113 +187,104 @@ def faithful(rank: int, world: int, folder: str) -> dict[str, Any]:
     }
 
 
-def dropping_model() -> Model:
-    torch.manual_seed(0)
-    return Model(Attention("sdpa", 0.1), Attention("torch.softmax", 0.1))
-
-
 def local(tensor: Tensor) -> Tensor:
     """The part of a parameter that lies here."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class Stage(nn.Module):
-    """One block of a model that is cut in stages; it keeps its name."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50)
-        self.blocks = nn.ModuleDict({str(number): Attention("sdpa")})
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks.values():
-            x = x + block(x)
-        return self.head(x)
-
-
-class RowSharded(nn.Module):
-    """Attention whose rows are cut over ranks, as context parallelism does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, _ = x.shape
-        q = self.q(x).view(b, t, HEADS, -1).transpose(1, 2)
-        mesh = init_device_mesh("cpu", (2,))
-        part = q.chunk(2, dim=2)[dist.get_rank()].contiguous()
-        k = DTensor.from_local(q, mesh, [Replicate()])
-        q = DTensor.from_local(part, mesh, [Shard(2)])
-        y = (torch.softmax(q @ k.mT, dim=-1) @ k).full_tensor()  # fused is slow to dispatch
-        return y.transpose(1, 2).reshape(b, t, -1)
-
-
 def unlike(rank: int, world: int, folder: str) -> dict[str, Any]:
     """Ranks that hold different layers, see different things, or do different things."""
-    told: dict[str, Any] = {}
+    scenes = (stages, idle, bad_on_one, marked_on_one, rows_cut, each_for_itself)
+    return {scene.__name__: scene(rank, folder) for scene in scenes}
 
-    def together(probe: sp.Probe, steps: int, rank_steps: Callable[[int], object]) -> None:
-        for number in range(steps):
-            rank_steps(number)
-            dist.barrier()
-            time.sleep(0.02)
 
+def together(steps: int, step: Callable[[int], object]) -> None:
+    """Steps that no rank runs ahead in."""
+    for number in range(steps):
+        step(number)
+        dist.barrier()
+        time.sleep(0.02)
+
+
+def stages(rank: int, folder: str) -> dict[str, Any]:
+    """Each rank has another layer."""
     model = Stage(rank)
     probe, keeper = pooling(model, rank)
-    together(probe, 3, lambda n: train(model, probe, rank, 1, at=n))
+    together(3, lambda n: train(model, probe, rank, 1, at=n))
     probe.close()
-    told["stages"] = keeper.plain()[-1]["layers"]
-    told["stages blind"] = blind(probe)
+    return {"layers": keeper.plain()[-1]["layers"], "blind": blind(probe)}
 
+
+def idle(rank: int, folder: str) -> dict[str, Any]:
+    """Rank 1 steps, and measures nothing."""
     model = small_model()
     probe, keeper = pooling(model, rank)
     start = probe._step + 1
-    together(probe, 5, lambda n: probe.step() if rank else train(model, probe, rank, 1, at=n))
+    together(5, lambda n: probe.step() if rank else train(model, probe, rank, 1, at=n))
     probe.close()
-    told["idle"] = [r["layers"] for r in keeper.plain() if r["step"] >= start]
-    told["idle blind"] = blind(probe)
+    layers = [r["layers"] for r in keeper.plain() if r["step"] >= start]
+    return {"layers": layers, "blind": blind(probe)}
 
-    model = small_model()
-    with sp.watch(model, plan=sp.Plan(dense=0, every=5), sinks=[keeper := Keeper()]) as probe:
+
+def bad_on_one(rank: int, folder: str) -> dict[str, Any]:
+    """Rank 1 has NaN at a step that is not measured."""
+    model, keeper = small_model(), Keeper()
+    with sp.watch(model, plan=sp.Plan(dense=0, every=5), sinks=[keeper]) as probe:
         until_pooling(probe, lambda: train(model, probe, rank, 1))
         while probe._step % 5 != 2:
-            together(probe, 1, lambda n: train(model, probe, rank, 1))
+            together(1, lambda n: train(model, probe, rank, 1))
         if rank == 1:
             with torch.no_grad():
                 model.blocks[1].attention.qkv.weight[0] = float("nan")
-        told["bad step"] = probe._step + 1
-        together(probe, 1, lambda n: loss_of(model, batches(0, 2)[rank]) and probe.step())
+        step = probe._step + 1
+        together(1, lambda n: (loss_of(model, batches(0, 2)[rank]), probe.step()))
         if rank == 1:
             model.load_state_dict(small_model().state_dict())
-        together(probe, 6, lambda n: train(model, probe, rank, 1))
-    told["bad"] = {bad for r in keeper.plain() for bad in r["bad"]}
-    told["bad alerts"] = [(a.rule, a.layer) for a in probe.alerts if a.severity == "critical"]
+        together(6, lambda n: train(model, probe, rank, 1))
+    return {
+        "step": step,
+        "bad": {bad for r in keeper.plain() for bad in r["bad"]},
+        "critical": [(a.rule, a.layer) for a in probe.alerts if a.severity == "critical"],
+    }
 
-    model = small_model()
-    with sp.watch(model, plan=sp.Plan(dense=3, every=2), sinks=[keeper := Keeper()]) as probe:
+
+def marked_on_one(rank: int, folder: str) -> dict[str, Any]:
+    """Rank 0 alone begins a phase."""
+    model, keeper = small_model(), Keeper()
+    with sp.watch(model, plan=sp.Plan(dense=3, every=2), sinks=[keeper]) as probe:
         until_pooling(probe, lambda: train(model, probe, rank, 1))
         while probe._step < 6:  # past the dense steps of the run's start
-            together(probe, 1, lambda n: train(model, probe, rank, 1))
+            together(1, lambda n: train(model, probe, rank, 1))
         if rank == 0:
             probe.mark("only rank 0 says so")
-        told["mark"] = probe._step
-        together(probe, 30, lambda n: train(model, probe, rank, 1))
-    told["marked"] = [
+        step = probe._step
+        together(30, lambda n: train(model, probe, rank, 1))
+    pooled = [
         (r["step"], {ranks for _, _, ranks, _ in r["layers"].values()})
         for r in keeper.plain()
-        if r["layers"] and r["step"] > told["mark"]
+        if r["layers"] and r["step"] > step
     ]
-    told["mark blind"] = blind(probe)
+    return {"pooled": pooled, "blind": blind(probe)}
 
+
+def rows_cut(rank: int, folder: str) -> list[tuple[Any, ...]]:
+    """The rows of each call are spread over the ranks."""
     model = Model(RowSharded())
     with sp.watch(model) as probe:
         for _ in range(4):
             loss_of(model, batches(0, 2)[0])
             probe.step()
-    told["rows cut"] = [(a.rule, a.layer, a.message) for a in probe.alerts]
-    return told
+    return [(a.rule, a.layer, a.message) for a in probe.alerts]
+
+
+def each_for_itself(rank: int, folder: str) -> dict[str, Any]:
+    """The ranks do not pool, and write."""
+    model = small_model()
+    with sp.watch(model, f"{folder}/own{rank}", pool=False, strict=True) as probe:
+        together(4, lambda n: train(model, probe, rank, 1))
+    run = sp.load(f"{folder}/own{rank}")
+    seen = {(o.sequences, o.ranks) for r in run.records() for o in r.observations}
+    return {"ranks": run.ranks, "steps": len(run.scalars), "seen": seen, "alerts": probe.alerts}
 
 
 def four(rank: int, world: int, folder: str) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import rank_models
+import rank_tools
 import rank_work
 import torch
 from tiny_models import loss_of
@@ -19,11 +21,11 @@ from stability_probe.stats.catalogue import CATALOGUE
 
 def alone(world: int, weights: dict[int, dict[str, torch.Tensor]]) -> dict[int, dict[str, Any]]:
     """One process with the same weights; the shares of the global batch are micro-batches."""
-    model, keeper = rank_work.small_model(), rank_work.Keeper()
+    model, keeper = rank_models.small_model(), rank_tools.Keeper()
     with sp.watch(model, sinks=[keeper], plan=sp.every(1, full_every=3), strict=True) as probe:
         for step in sorted(weights):
             model.load_state_dict(weights[step])
-            losses = [loss_of(model, share) for share in rank_work.batches(step, world)]
+            losses = [loss_of(model, share) for share in rank_tools.batches(step, world)]
             probe.step(loss=torch.stack(losses).mean(), step=step)
     return {r["step"]: r for r in keeper.plain()}
 
@@ -70,7 +72,7 @@ def check_alike(found: list[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return rank_work.run(rank_work.two, 2, tmp_path_factory.mktemp("ranks") / "two")
+    return rank_tools.run(rank_work.two, 2, tmp_path_factory.mktemp("ranks") / "two")
 
 
 def test_two_ranks_pool_into_the_record_of_the_global_batch(two: list[Any]) -> None:
@@ -98,7 +100,7 @@ def test_a_rank_that_dies_is_told_and_does_not_hang_the_other(two: list[Any]) ->
 
 @pytest.mark.slow
 def test_training_is_bit_identical_under_every_wrapper(tmp_path: Path) -> None:
-    for told in rank_work.run(rank_work.faithful, 2, tmp_path / "faithful"):
+    for told in rank_tools.run(rank_work.faithful, 2, tmp_path / "faithful"):
         for how, (bare, watched) in told.items():
             for key in ("losses", "weights"):
                 pairs = zip(bare[key], watched[key], strict=True)
@@ -116,34 +118,44 @@ def test_training_is_bit_identical_under_every_wrapper(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_are_unlike(tmp_path: Path) -> None:
-    told = rank_work.run(rank_work.unlike, 2, tmp_path / "unlike")
-    for one in told:
-        assert {n: seen[:3] for n, seen in one["stages"].items()} == {
-            "blocks.0": (0, 2, 1),
-            "blocks.1": (1, 2, 1),
-        }
-        assert one["stages blind"] == one["idle blind"] == one["mark blind"] == []
-        for layers in one["idle"]:
-            assert {seen[1:3] for seen in layers.values()} == {(2, 1)}
-        bad = {(tensor, step) for _, tensor, step in one["bad"]}
-        assert ("q", one["bad step"]) in bad
-        assert ("nonfinite", "blocks.1.attention") in one["bad alerts"]
-        steps = [step for step, _ in one["marked"]]
-        assert all(ranks == {2} for _, ranks in one["marked"])
-        gaps = [b - a for a, b in itertools.pairwise(steps)]
-        assert gaps[: LAG - 2] == [2] * (LAG - 2)  # not before every rank can know of the mark
-        assert gaps[LAG + 1 : LAG + 3] == [1, 1]
-        assert gaps[-3:] == [2, 2, 2]
-        ((rule, layer, message),) = one["rows cut"]
-        assert (rule, layer) == ("probe_fault", "blocks.0.attention")
-        assert "sharded over ranks along axis 2" in message
+    told = rank_tools.run(rank_work.unlike, 2, tmp_path / "unlike")
+    for rank, one in enumerate(told):
+        check_unlike(rank, one)
+        check_marked(one["marked_on_one"])
     np.testing.assert_equal(told[0]["stages"], told[1]["stages"])
-    assert told[0]["marked"] == told[1]["marked"]
+    assert told[0]["marked_on_one"] == told[1]["marked_on_one"]
+
+
+def check_unlike(rank: int, one: dict[str, Any]) -> None:
+    assert {name: seen[:3] for name, seen in one["stages"]["layers"].items()} == {
+        "blocks.0": (0, 2, 1),
+        "blocks.1": (1, 2, 1),
+    }
+    for layers in one["idle"]["layers"]:
+        assert {seen[1:3] for seen in layers.values()} == {(2, 1)}
+    assert one["stages"]["blind"] == one["idle"]["blind"] == one["marked_on_one"]["blind"] == []
+    bad = one["bad_on_one"]
+    assert ("q", bad["step"]) in {(tensor, step) for _, tensor, step in bad["bad"]}
+    assert ("nonfinite", "blocks.1.attention") in bad["critical"]  # also on rank 0
+    ((rule, layer, message),) = one["rows_cut"]
+    assert (rule, layer) == ("probe_fault", "blocks.0.attention")
+    assert "sharded over ranks along axis 2" in message
+    own = {"ranks": (rank,), "steps": 4, "seen": {(2, 1)}, "alerts": ()}
+    assert one["each_for_itself"] == own
+
+
+def check_marked(one: dict[str, Any]) -> None:
+    """The dense steps come when every rank can know of the mark, and on all ranks."""
+    assert all(ranks == {2} for _, ranks in one["pooled"])
+    gaps = [b - a for a, b in itertools.pairwise(step for step, _ in one["pooled"])]
+    assert gaps[: LAG - 2] == [2] * (LAG - 2)
+    assert gaps[LAG + 1 : LAG + 3] == [1, 1]
+    assert gaps[-3:] == [2, 2, 2]
 
 
 @pytest.mark.slow
 def test_four_ranks_pool_also_over_heads(tmp_path: Path) -> None:
-    told = rank_work.run(rank_work.four, 4, tmp_path / "four")
+    told = rank_tools.run(rank_work.four, 4, tmp_path / "four")
     found = [rank["ddp"] for rank in told]
     check_pooled(found, 4)
     check_alike(found)
@@ -160,12 +172,12 @@ def test_four_ranks_pool_also_over_heads(tmp_path: Path) -> None:
 
 def check_heads(found: list[dict[str, Any]], *, fused: bool) -> None:
     """Two ranks' heads of two ranks' batches are those of the whole model on the whole batch."""
-    one, keeper = found[0], rank_work.Keeper()
+    one, keeper = found[0], rank_tools.Keeper()
     assert not one["alerts"]
-    model = rank_work.sharded_model(fused=fused)
+    model = rank_models.sharded_model(fused=fused)
     with sp.watch(model, sinks=[keeper], plan=sp.every(1, full_every=1), strict=True) as probe:
         for number in range(one["records"][-1]["step"]):
-            loss_of(model, torch.cat(rank_work.batches(number, 2)))
+            loss_of(model, torch.cat(rank_tools.batches(number, 2)))
             probe.step()
     expected = {r["step"]: r["layers"] for r in keeper.plain()}
     pooled = [r for r in one["records"] if r["step"] >= one["first"]]

@@ -31,10 +31,16 @@ def packed(seen: Seen) -> Seen:
     Any other call is given back as it is.
 
     Raises:
-        UnsupportedCallError: not all are jagged along their positions, or there is a mask.
+        UnsupportedCallError: not all are jagged along their positions, or there is a mask; or
+            they are nested in the strided layout.
     """
-    if not any(is_jagged(t) for t in (seen.q, seen.k, seen.v)):
+    nested = [t for t in (seen.q, seen.k, seen.v) if t is not None and t.is_nested]
+    if not nested:
         return seen
+    if not all(is_jagged(t) for t in nested):
+        raise UnsupportedCallError(
+            "nested tensors of the strided layout are not read; use torch.jagged"
+        )
     q, k, v, output = (_along_positions(t) for t in (seen.q, seen.k, seen.v, seen.output))
     if seen.masks:
         raise UnsupportedCallError("a mask over nested tensors is not read")

@@ -37,6 +37,7 @@ class Sighting:
     module: str  # the module that calls attention; "" is the compiled one itself
     parameter: str  # the owner's name; "" without an owner: a function was compiled
     roles: tuple[str, ...]  # of the tensors: owner, scale, mask (any number), or a field of Seen
+    views: tuple[list[Any], ...]  # of each tensor: what to look at it through; name, arguments
     first: bool  # of the module's calls in one run of the graph
     seam: str
     gradients: bool  # were enabled where the call is made
@@ -58,7 +59,7 @@ def written(sighting: Sighting) -> str:
 @functools.lru_cache(maxsize=4096)
 def _read(text: str) -> Sighting:
     fields = json.loads(text)
-    return Sighting(**{**fields, "roles": tuple(fields["roles"])})
+    return Sighting(**{**fields, "roles": tuple(fields["roles"]), "views": tuple(fields["views"])})
 
 
 class Taker(Protocol):
@@ -161,18 +162,19 @@ class CompiledSeam:
         frame = None
         try:
             sighting = _read(text)
-            roles = list(zip(sighting.roles, tensors, strict=True))
-            frame = self._frame(sighting, roles)
+            frame = self._frame(sighting, tensors)
             if frame is not None:
+                looked = map(_through, tensors, sighting.views)
+                roles = list(zip(sighting.roles, looked, strict=True))
                 seen = _seen(sighting, frame, roles, scale)
                 self.taker.compiled_call(seen, first=sighting.first)
         except Exception as error:
             self.taker.fault(frame, error)
 
-    def _frame(self, sighting: Sighting, roles: list[tuple[str, Tensor]]) -> Frame | None:
+    def _frame(self, sighting: Sighting, tensors: Sequence[Tensor]) -> Frame | None:
         if not sighting.parameter:
             return self.taker.frame  # a compiled function, called by an eager module
-        (owner,) = (tensor for role, tensor in roles if role == "owner")
+        owner = tensors[sighting.roles.index("owner")]
         found = self._index.find(owner, sighting.parameter, sighting.module)
         return None if found is None else Frame(*found, self._admit(sighting, found[1]), False)
 
@@ -187,9 +189,21 @@ class CompiledSeam:
         return Admission.EVAL_GRAD if sighting.requires_grad else Admission.REFUSED
 
 
+def _through(tensor: Tensor, views: list[Any]) -> Tensor:
+    """A tensor looked at through views; a copy that lay between them may have to be made."""
+    for name, args, kwargs in views:
+        method = "reshape" if name == "view" else name
+        tensor = tensor.mT if name == "mT" else getattr(tensor, method)(*args, **kwargs)
+    return tensor
+
+
 def _seen(sighting: Sighting, frame: Frame, roles: list[tuple[str, Tensor]], scale: float) -> Seen:
     masks = tuple(tensor.detach() for role, tensor in roles if role == "mask")
     one: dict[str, Any] = {r: t.detach() for r, t in roles if r not in ("mask", "owner")}
+    if "k^T" in one:
+        one["k"] = one.pop("k^T").mT
+    if sighting.seam == "sdpa":  # under autocast the kernel ran in its output's dtype
+        one |= {name: one[name].to(getattr(torch, sighting.dtype)) for name in "qkv"}
     return Seen(
         seam=sighting.seam,
         path=(frame,),

@@ -95,9 +95,11 @@ class Reader:
         self._called: set[str] = set()
         self.done: set[int] = set()  # numbers of the steps so far
         self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._transposed: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the k^T of products
         self._owner: Tensor | None = None
         self._root, self._parameter = "", ""
         self._gradients = self._requires_grad = False
+        self._mask: Tensor | None = None  # of SDPA, the caller's own
         self._rows_stay = False  # weights @ v: the output's rows are those of q
 
     def run(
@@ -140,28 +142,39 @@ class Reader:
             function, args = getattr(torch.Tensor, args[1]).__get__, args[:1]
         if function in f.VIEWS and isinstance(out, Tensor):
             self._views[out] = (function, args, kwargs)
+        if function in f.SAME and isinstance(out, Tensor) and out.dtype == args[0].dtype:
+            self._views[out] = (None, args[:1], {})  # a copy of it, for all that matters here
         if function in f.PRODUCT:
-            args = tuple(self._copied(a) if ledger.get(a) is None else a for a in args)
+            if function is not torch.einsum and function is not torch.Tensor.__rmatmul__:
+                self._transposed[args[-1]] = True
             first = ledger.get(args[0]) if args else None
             self._rows_stay = isinstance(first, Weights) and function is not torch.einsum
         if function in f.DROPOUT and isinstance(weights := ledger.get(args[0]), Weights):
             p, training = _dropout_arguments(*args[1:], **kwargs)
             if isinstance(weights.call, _Pending) and training:
                 weights.call.dropout = p
+        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        self._mask = mask if function in f.SDPA else None
         self._mode.read(function, args, kwargs, out)
 
-    def _copied(self, tensor: Any) -> Any:
-        """The tensor by views of its own, from the last tensor that is no view.
+    def _base(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
+        """The last tensor that is no view, and the views from it that give this one.
 
-        Compilers recognise attention by patterns in which inner nodes have one user each. The
-        operator must not be a second one, or the numbers of the compiled model would change.
+        The operator takes bases and looks at them through the views when it runs. Compilers
+        recognise attention by patterns in which inner nodes have one user each, and decide what to
+        keep for backward by who uses what: the operator must not be a second user of such a node,
+        or the numbers of the compiled model would change.
         """
-        if isinstance(tensor, list | tuple):
-            return type(tensor)(self._copied(t) for t in tensor)
-        if not isinstance(tensor, Tensor) or tensor not in self._views:
-            return tensor
-        function, (base, *rest), kwargs = self._views[tensor]
-        return function(self._copied(base), *rest, **kwargs)
+        views: list[Any] = []
+        while tensor in self._views:
+            function, (base, *rest), kwargs = self._views[tensor]
+            if function is not None:
+                name = "mT" if function is _MT else function.__name__
+                if not hasattr(torch.Tensor, name) or not _is_plain([rest, kwargs]):
+                    break
+                views.insert(0, [name, rest, kwargs])
+            tensor = base
+        return tensor, views
 
     def _frames_of(self, step: Step) -> list[Frame]:
         stack = [("", self._root), *step.stack]
@@ -184,8 +197,9 @@ class Reader:
         if seen.seam == "softmax":
             return _Pending(seen)
         if not seen.unreadable and seen.score_mod is None and seen.mask_mod is None:
-            names = ("q", "k", "v", "output", "lse", "sink")
-            self._emit(seen, {name: getattr(seen, name) for name in names})
+            own = {name: seen.graph.get(f"grad_{name}") for name in "qkv"}
+            rest = {name: getattr(seen, name) for name in ("q", "k", "v", "output", "lse", "sink")}
+            self._emit(seen, rest | {n: t for n, t in own.items() if t is not None})
         return None
 
     def values(self, token: object | None, path: Any, v: Tensor, output: Tensor) -> None:
@@ -198,9 +212,19 @@ class Reader:
             self._emit(seen, {"q": q, "k": k, "scores": seen.scores, "weights": weights})
             return
         lead = weights.shape[:-2]
-        tensors = {"q": _laid_out(q, lead), "k": _laid_out(k, lead), "sink": seen.sink}
+        own_q, own_k = (seen.graph.get(name) for name in ("grad_q", "grad_k"))
+        known = own_k is not None and own_k in self._transposed and own_q not in self._transposed
+        if (
+            known
+            and own_q is not None
+            and own_k is not None
+            and own_q.shape[:-2] == own_k.shape[:-2] == lead
+        ):
+            tensors = {"q": own_q, "k^T": own_k, "sink": seen.sink}
+        else:
+            tensors = {"q": _laid_out(q, lead), "k": _laid_out(k, lead), "sink": seen.sink}
         if self._rows_stay and v.shape[:-2] == lead and output.shape[:-2] == lead:
-            tensors |= {"v": v.detach(), "output": output.detach()}
+            tensors |= {"v": v, "output": output}
         self._emit(seen, tensors)
 
     def fault(self, frame: Frame | None, error: Exception) -> None:
@@ -209,15 +233,17 @@ class Reader:
     def _emit(self, seen: Seen, tensors: dict[str, Tensor | None]) -> None:
         """Traces the operator in."""
         frame = seen.path[-1]
-        given = [("owner", self._owner), *tensors.items(), *(("mask", m) for m in seen.masks)]
+        masks = seen.masks if self._mask is None else (self._mask,)
+        given = [("owner", self._owner), *tensors.items(), *(("mask", m) for m in masks)]
         if isinstance(seen.scale, Tensor):
             given.append(("scale", seen.scale))
-        present = [(role, tensor) for role, tensor in given if tensor is not None]
+        present = [(role, *self._base(tensor)) for role, tensor in given if tensor is not None]
         module = self._modules[frame]
         sighting = Sighting(
             module=frame.name,
             parameter=self._parameter,
-            roles=tuple(role for role, _ in present),
+            roles=tuple(role for role, _, _ in present),
+            views=tuple(views for _, _, views in present),
             first=module not in self._called,
             seam=seen.seam,
             gradients=self._gradients,
@@ -232,7 +258,7 @@ class Reader:
         )
         self._called.add(module)
         scale = 1.0 if isinstance(seen.scale, Tensor) else seen.scale
-        OPERATOR(written(sighting), [tensor for _, tensor in present], scale)
+        OPERATOR(written(sighting), [tensor for _, tensor, _ in present], scale)
 
 
 class _Inside(TorchFunctionMode):
@@ -264,6 +290,18 @@ def split_source(source: str) -> tuple[str, str]:
     """(the compiled module, a parameter's name in it) from the compiler's name of a parameter."""
     first = _NAMES.search(source)
     return (source[: first.start()], ".".join(_NAMES.findall(source))) if first else ("", "")
+
+
+_MT = torch.Tensor.mT.__get__  # type: ignore[attr-defined]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether arguments of a view can be written down: no symbolic sizes, no tensors."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return type(value) in (int, str, bool, type(None))
 
 
 def _laid_out(rows: Tensor, lead: torch.Size) -> Tensor:
