@@ -1,6 +1,6 @@
 """Sweeps tiny models of every type: what the probe sees of each, and whether it changes a bit.
 
-    python benchmarks/coverage.py [--only REGEX] [--sample N] [--json FILE] [--write]
+    python benchmarks/coverage.py [--only REGEX] [--sample N] [--json FILE] [--no-run] [--write]
 
 Every model is trained for three steps on the CPU, unwatched and watched, from the same seeds,
 with dropout as its configuration has it. An oracle that works below the probe counts the
@@ -79,10 +79,8 @@ def work() -> None:
 def sweep(entries: list[str], file: Path | None) -> Iterator[dict[str, Any]]:
     """Every entry's results; the ones that `file` already has are not run again."""
     done: dict[str, list[dict[str, Any]]] = {}
-    if file is not None and file.exists():
-        for line in file.read_text().splitlines():
-            found = json.loads(line)
-            done.setdefault(found["entry"], []).append(found)
+    for result in held(file):
+        done.setdefault(result["entry"], []).append(result)
     worker = Worker()
     spread = [e for first in range(8) for e in entries[first::8]]  # so that half a sweep is fair
     for number, entry in enumerate(spread, 1):
@@ -96,6 +94,13 @@ def sweep(entries: list[str], file: Path | None) -> Iterator[dict[str, Any]]:
                     out.writelines(json.dumps(r) + "\n" for r in done[entry])
         yield from done[entry]
     worker.stop()
+
+
+def held(file: Path | None) -> list[dict[str, Any]]:
+    """The results that an earlier call left in the file."""
+    if file is None or not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def in_short(r: dict[str, Any]) -> str:
@@ -116,6 +121,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=0, help="only N entries, evenly spread")
     parser.add_argument("--json", type=Path, help="keep results here, and go on from them")
     parser.add_argument("--write", action="store_true", help="write docs/coverage.md")
+    parser.add_argument("--no-run", action="store_true", help="report what --json holds")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -126,7 +132,8 @@ def main() -> None:
     chosen = [e for e in entries() if re.search(arguments.only, e)]
     if arguments.sample:
         chosen = chosen[:: max(1, len(chosen) // arguments.sample)][: arguments.sample]
-    found = list(sweep(chosen, arguments.json))
+    found = held(arguments.json) if arguments.no_run else list(sweep(chosen, arguments.json))
+    found = [r for r in found if r["entry"] in set(chosen)]
     from coverage_models.report import document
 
     text = document(found, chosen)
