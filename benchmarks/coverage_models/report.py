@@ -70,15 +70,15 @@ def _versions() -> str:
 def _summary(found: list[Result], wanted: list[str]) -> str:
     rows = [
         "## Summary\n",
-        "| library | entries | trained | with attention | cases | modules seen | sites verified "
+        "| library | entries | reached | trained | with attention | cases | modules seen | sites verified "
         "| q and k known | bit-identical cases | entropies right |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for key, name in LIBRARIES.items():
         mine = [r for r in found if r["entry"].startswith(f"{key}:")]
         entries = [e for e in wanted if e.startswith(f"{key}:")]
         if mine:
-            rows.append(_summary_row(name, entries, [r for r in mine if not r["problem"]]))
+            rows.append(_summary_row(name, entries, mine))
     reached = {r["entry"] for r in found}
     late = [e for e in wanted if e not in reached]
     if late:
@@ -91,15 +91,18 @@ def _summary(found: list[Result], wanted: list[str]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _summary_row(name: str, entries: list[str], run: list[Result]) -> str:
+def _summary_row(name: str, entries: list[str], mine: list[Result]) -> str:
+    run = [r for r in mine if not r["problem"]]
+    reached = len({r["entry"] for r in mine})
+
     def total(field: str) -> int:
         return sum(r[field] for r in run)
 
     trained = len({r["entry"] for r in run})
     attends = [r for r in run if r["attention"]]
-    share = f"{100 * trained / len(entries):.0f} %"
+    share = f"{100 * trained / reached:.0f} %"
     return (
-        f"| {name} | {len(entries)} | {trained} ({share}) | {len({r['entry'] for r in attends})} "
+        f"| {name} | {len(entries)} | {reached} | {trained} ({share}) | {len({r['entry'] for r in attends})} "
         f"| {len(run)} | {total('seen')} of {total('attention')} "
         f"| {total('verified')} of {total('sites')} | {total('with_qk')} of {total('sites')} "
         f"| {sum(r['identical'] for r in run)} of {len(run)} "

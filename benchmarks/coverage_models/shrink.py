@@ -117,6 +117,9 @@ class Shrinker:
                 out[key] = [self.value(key, value[i], len(kept)) for i in kept]
             else:
                 out[key] = self.value(key, value, len(kept))
+        heads, groups = "num_attention_heads", "num_key_value_heads"
+        if groups in out and d.get(groups) == d.get(heads):
+            out[groups] = out[heads]
         if self.sections and "rope_parameters" in out and "vision" not in str(d.get("model_type")):
             _give_sections(out)
         return out
