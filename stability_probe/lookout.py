@@ -107,7 +107,7 @@ class Lookout:
         return _operational(
             step,
             "blind",
-            Severity.WARNING,
+            Severity.WARNING if candidates else Severity.INFO,
             None,
             f"No attention call was seen in {self._discovery_steps} steps of training; "
             f"{candidates} modules look like attention. Nothing is watched.",

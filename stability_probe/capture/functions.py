@@ -320,10 +320,10 @@ class AttentionMode(TorchFunctionMode):
                 a for a in reversed(tensors)
                 if isinstance(a, Tensor) and not isinstance(ledger.get(a), Weights)
             )  # fmt: skip
-            if (v := next(others, None)) is not None:  # else weights met weights
+            if (v := next(others, None)) is not None:  # else both descend from some softmax
                 path = _common(weights.path, self.scope.path)
                 self._listener.values(weights.call, path, v, out)
-            return
+                return
         record = provenance.scores_of_product(func, args, kwargs, out, self.scope.path)
         if record is not None:
             ledger.put(out, record)

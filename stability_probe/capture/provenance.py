@@ -210,7 +210,7 @@ def follow(
     before = operands[position]
     others = [a for i, a in enumerate(operands) if i != position] + list(kwargs.values())
     if isinstance(record, Weights):
-        return record
+        return record if _stay_weights(func, before, others, out) else None
     if isinstance(record, LogWeights | Exponentials | Total):
         return _by_hand(func, record, args, kwargs, out, ledger)
     if func in f.CAT:
@@ -222,6 +222,16 @@ def follow(
     if func in f.SUM | f.DROPOUT:
         return None
     return _follow_scores(func, record, before, others, args, kwargs, out)
+
+
+def _stay_weights(func: Any, before: Tensor, others: list[Any], out: Tensor) -> bool:
+    """Whether an operation on attention weights gives attention weights.
+
+    A router's weights that scale hidden states give hidden states, and so does a sum with them.
+    """
+    if func in f.ADD | f.SUBTRACT:
+        return not any(isinstance(o, Tensor) and o.numel() >= before.numel() for o in others)
+    return func not in f.EXP | f.SUM | f.TANH | f.CAT and out.numel() <= before.numel()
 
 
 def _by_hand(

@@ -55,6 +55,35 @@ def test_a_router_is_not_attention() -> None:
         assert not probe.alerts
 
 
+def test_what_a_router_weighs_are_hidden_states_and_no_attention_weights() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4 * WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights = torch.softmax(self.gate(x), -1)
+            return (weights.unsqueeze(-1) * self.experts(x).unflatten(-1, (4, -1))).sum(-2)
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.experts = Attention("torch.softmax"), Experts()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.attention(x)
+            return x + self.experts(x)
+
+    model = Model(Routed(), Routed())
+    with sp.watch(model, strict=True) as probe:
+        for _ in range(3):
+            run_step(model, probe)
+        sites = {r.layer: (r.sees, r.verified) for r in probe.coverage}
+        assert not probe.alerts
+    layers = [f"blocks.{i}.attention.attention" for i in range(2)]
+    assert sites == dict.fromkeys(layers, ("qk", "weights"))
+
+
 def test_additive_attention_is_seen_from_its_second_forward() -> None:
     """No q k^T at all: its softmax is known by the values that it weighs."""
 
