@@ -70,8 +70,8 @@ def _versions() -> str:
 def _summary(found: list[Result], wanted: list[str]) -> str:
     rows = [
         "## Summary\n",
-        "| library | entries | reached | trained | with attention | cases | modules seen | sites verified "
-        "| q and k known | bit-identical cases | entropies right |",
+        "| library | entries | reached | trained | with attention | cases | modules seen "
+        "| sites verified | q and k known | bit-identical cases | entropies right |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for key, name in LIBRARIES.items():
@@ -102,8 +102,8 @@ def _summary_row(name: str, entries: list[str], mine: list[Result]) -> str:
     attends = [r for r in run if r["attention"]]
     share = f"{100 * trained / reached:.0f} %"
     return (
-        f"| {name} | {len(entries)} | {reached} | {trained} ({share}) | {len({r['entry'] for r in attends})} "
-        f"| {len(run)} | {total('seen')} of {total('attention')} "
+        f"| {name} | {len(entries)} | {reached} | {trained} ({share}) "
+        f"| {len({r['entry'] for r in attends})} | {len(run)} | {total('seen')} of {total('attention')} "
         f"| {total('verified')} of {total('sites')} | {total('with_qk')} of {total('sites')} "
         f"| {sum(r['identical'] for r in run)} of {len(run)} "
         f"| {sum(r['entropy_error'] <= 1e-4 for r in attends)} of {len(attends)} |"
