@@ -86,7 +86,8 @@ def _summary(found: list[Result], wanted: list[str]) -> str:
     rows.append(
         "\nA case is an entry in one attention implementation (eager, sdpa). Entropies are right "
         "where the worst module of a case is within 1e-4 nats of the oracle; models with a sink "
-        "column are not compared."
+        "column are not compared. Logits are compared as softmax got them: where a model subtracts each "
+        "row's maximum first, the oracle sees shifted ones and the probe the true ones."
     )
     return "\n".join(rows) + "\n"
 
@@ -100,14 +101,20 @@ def _summary_row(name: str, entries: list[str], mine: list[Result]) -> str:
 
     trained = len({r["entry"] for r in run})
     attends = [r for r in run if r["attention"]]
-    share = f"{100 * trained / reached:.0f} %"
-    return (
-        f"| {name} | {len(entries)} | {reached} | {trained} ({share}) "
-        f"| {len({r['entry'] for r in attends})} | {len(run)} | {total('seen')} of {total('attention')} "
-        f"| {total('verified')} of {total('sites')} | {total('with_qk')} of {total('sites')} "
-        f"| {sum(r['identical'] for r in run)} of {len(run)} "
-        f"| {sum(r['entropy_error'] <= 1e-4 for r in attends)} of {len(attends)} |"
-    )
+    cells = [
+        name,
+        len(entries),
+        reached,
+        f"{trained} ({100 * trained / reached:.0f} %)",
+        len({r["entry"] for r in attends}),
+        len(run),
+        f"{total('seen')} of {total('attention')}",
+        f"{total('verified')} of {total('sites')}",
+        f"{total('with_qk')} of {total('sites')}",
+        f"{sum(r['identical'] for r in run)} of {len(run)}",
+        f"{sum(r['entropy_error'] <= 1e-4 for r in attends)} of {len(attends)}",
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _notes(r: Result, word: str) -> str:
