@@ -25,7 +25,8 @@ unwatched and once watched, from the same seeds, with dropout as the type's defa
 configuration has it (layer dropping and time masking are off). *Bit-identical* means that losses,
 gradients, weights, buffers and the random states of torch, Python and NumPy are `torch.equal`.
 *Verified* means that the rows which the probe rebuilds from what it read differ from what the
-model computed by rounding only, with all dropout at zero.
+model computed by rounding only; a case with dropout inside a fused kernel is run once more with
+all dropout at zero for it.
 
 How many modules compute attention is not the probe's own count. It is an oracle's, which looks at
 the operators that the dispatcher runs: fused attention kernels, and a softmax whose output becomes
@@ -86,8 +87,8 @@ def _summary(found: list[Result], wanted: list[str]) -> str:
     rows.append(
         "\nA case is an entry in one attention implementation (eager, sdpa). Entropies are right "
         "where the worst module of a case is within 1e-4 nats of the oracle; models with a sink "
-        "column are not compared. Logits are compared as softmax got them: where a model subtracts each "
-        "row's maximum first, the oracle sees shifted ones and the probe the true ones."
+        "column are not compared. Where a model subtracts each row's maximum before its softmax, "
+        "the oracle's largest logit is a shifted one and the probe's the true one."
     )
     return "\n".join(rows) + "\n"
 
