@@ -86,9 +86,10 @@ def verify(
 
 def _with_sink(call: AttentionCall, logits_HRK: Tensor, step: int) -> Tensor:
     """The logits with the sink's as one more key."""
-    if call.sink_BHQ1 is None or call.q_BHQD is None:
+    given = call.q_BHQD if call.scores_BHQK is None else call.scores_BHQK
+    if call.sink_BHQ1 is None or given is None:
         return logits_HRK
-    sink = call.sink_BHQ1.expand(*call.q_BHQD.shape[:3], 1)[0, :, ::step]
+    sink = call.sink_BHQ1.expand(*given.shape[:3], 1)[0, :, ::step]
     return torch.cat((logits_HRK, sink.to(logits_HRK.dtype)), -1)
 
 

@@ -40,6 +40,13 @@ def alert_text(alert: Alert) -> str:
     return plain("\n".join(lines))
 
 
+def is_not_finite(record: StepRecord) -> bool:
+    """Whether the loss, or a tensor of an attention layer, was not finite at the step."""
+    loss = record.scalars.loss
+    bad = loss is not None and loss - loss != 0
+    return bad or any(not b.explained and b.step == record.step for b in record.scalars.first_bad)
+
+
 def resolved_text(alert: Alert) -> str:
     """One quiet line: the episode is over."""
     return plain(f"resolved at step {alert.step}: {alert.rule}, {place(alert)}")
@@ -60,6 +67,7 @@ class ConsoleSink:
         self._logger = logging.getLogger(logger)
         self._step = 0
         self._updates, self._skipped = 0, 0
+        self._not_finite: list[int] = [0, 0]  # how many steps, the first one
         self._counts: Counter[Severity] = Counter()
         self._firsts: dict[Severity, Alert] = {}
         self._firing: set[tuple[str, str | None]] = set()
@@ -78,13 +86,17 @@ class ConsoleSink:
                 self._step = event.step
                 self._updates += 1
                 self._skipped += event.scalars.skipped
+                if is_not_finite(event):
+                    count, first = self._not_finite
+                    self._not_finite = [count + 1, first or event.step]
             case Alert():
                 self._on_alert(event)
 
     def close(self) -> None:
         """Log how many alerts there were, the first of each severity, and what still fires.
 
-        Skipped updates are counted once more; as a warning where they are many.
+        Skipped updates and steps that were not finite are counted once more: an alert stands for
+        an episode. They are warnings where they are many.
         """
         if self._closed:
             return
@@ -96,6 +108,10 @@ class ConsoleSink:
             many = self._skipped >= MANY_SKIPPED * self._updates
             counted = f"{self._skipped} of {self._updates} updates skipped"
             self._log(logging.WARNING if many else logging.INFO, counted)
+        count, first = self._not_finite
+        if count:
+            counted = f"{count} of {self._updates} steps not finite (first at step {first})"
+            self._log(logging.WARNING, counted)
 
     def _on_alert(self, alert: Alert) -> None:
         self._step = max(self._step, alert.step)

@@ -81,7 +81,6 @@ def test_the_second_step_is_not_too_early(factor: float) -> None:
         assert any(a.rule == "fp16_overflow" and a.step == 2 for a in probe.alerts)
 
 
-@pytest.mark.xfail(strict=True, reason="the summary counts episodes and not steps")
 def test_the_summary_counts_the_steps_that_were_not_finite(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
