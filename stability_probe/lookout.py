@@ -91,17 +91,30 @@ class Lookout:
         for layer, kind in unseen.items():
             if layer not in self._told:
                 self._told.add(layer)
-                yield _operational(
-                    step,
-                    "blind",
-                    Severity.WARNING,
-                    layer,
-                    f"{layer} ({kind}) looks like attention and gave no attention call in "
-                    f"{self._discovery_steps} steps; it is not watched.",
-                    self._what_hides(),
-                )
+                yield self._unseen(step, layer, kind)
         yield from self._unverified(step)
         yield from self._uncapped(step)
+
+    def _unseen(self, step: int, layer: str, kind: str) -> Alert:
+        if layer in self._attachment.gates:  # deformable sampling: no logits to watch
+            return _operational(
+                step,
+                "blind",
+                Severity.INFO,
+                layer,
+                f"{layer} ({kind}) is called attention, but its softmax is of no product of "
+                "queries and keys that can be seen; it is not watched.",
+                "Nothing to do for sampling and gating layers; else see probe.coverage.",
+            )
+        return _operational(
+            step,
+            "blind",
+            Severity.WARNING,
+            layer,
+            f"{layer} ({kind}) looks like attention and gave no attention call in "
+            f"{self._discovery_steps} steps; it is not watched.",
+            self._what_hides(),
+        )
 
     def _nothing_seen(self, step: int, candidates: int) -> Alert:
         return _operational(

@@ -317,6 +317,7 @@ class Attachment:
             return None
         frame = seen.path[-1]
         if frame.name not in self.sites and not seen.descends:
+            self._registry.gates.add(frame.name)
             return None  # may be a router; `values` decides
         site = self._registry.site_of(frame)
         if site.disabled or not (seen.descends or site.plain_softmax):
@@ -388,6 +389,11 @@ class Attachment:
     def unseen(self) -> dict[str, str]:
         """Modules that look like attention, ran, and gave nothing: {name: class}."""
         return self._registry.unseen()
+
+    @property
+    def gates(self) -> frozenset[str]:
+        """Modules that made a softmax of something else than q k^T: routers, samplers, gates."""
+        return frozenset(self._registry.gates)
 
     @property
     def may_be_compiled(self) -> bool:

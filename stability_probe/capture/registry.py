@@ -21,6 +21,7 @@ class Registry:
         self.names: dict[int, str] = {}  # of the modules that are followed, by identity
         self.candidates: frozenset[str] = frozenset()  # of the last `name_modules`
         self.ran: set[str] = set()  # modules whose forward began in training
+        self.gates: set[str] = set()  # whose softmax was made of no q k^T
         self._model = model
         self._places: dict[str, int] = {}  # of the modules in the model, by name
         self._strangers: set[int] = set()  # modules outside the model, by identity
@@ -120,6 +121,8 @@ class Registry:
         )
 
     def _why_silent(self, name: str, *, ran_at_all: bool) -> str:
+        if name in self.gates:
+            return "its softmax is of no product of queries and keys"
         if name in self.ran:
             return "gave no attention call"
         if self.may_be_compiled:

@@ -135,6 +135,27 @@ def test_a_layer_that_gives_nothing_is_an_alert() -> None:
         assert report["blocks.0.attention"].verified == "output"
 
 
+def test_a_softmax_that_samples_is_told_as_info() -> None:
+    class SamplingAttention(nn.Module):
+        """As deformable attention: weights from a projection, for values picked elsewhere."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights, self.values = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4 * WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights = torch.softmax(self.weights(x), -1).unsqueeze(-1)
+            return (weights * self.values(x).unflatten(-1, (4, -1))).sum(-2)
+
+    model = Model(Attention(), SamplingAttention())
+    with sp.watch(model, strict=True) as probe:
+        for _ in range(4):
+            run_step(model, probe)
+        (alert,) = probe.alerts
+        assert probe.coverage[1].reason == "its softmax is of no product of queries and keys"
+    assert (alert.rule, alert.layer, alert.severity) == ("blind", "blocks.1.attention", "info")
+
+
 def test_a_replaced_module_is_an_alert_and_is_found_again() -> None:
     model = Model(Attention(), Attention())
     with sp.watch(model, strict=True) as probe:
