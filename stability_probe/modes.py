@@ -15,7 +15,8 @@ from torch.overrides import (  # type: ignore[attr-defined]
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-_TRACING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL)
+_KEYS = torch._C._TorchDispatchModeKey
+_TRACING = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
 
 
 def unobserved() -> AbstractContextManager[None]:

@@ -52,7 +52,7 @@ def train_step(model: nn.Module, probe: sp.Probe, **numbers: object) -> None:
 def test_steps_count_from_one_and_may_be_given() -> None:
     sink = Recorder()
     model = Model(Attention())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     with sp.watch(model, sinks=[sink], optimizer=optimizer, strict=True) as probe:
         for numbers in (
             {},
@@ -67,7 +67,7 @@ def test_steps_count_from_one_and_may_be_given() -> None:
     assert [s.skipped for s in scalars] == [False, False, True, False]
     assert (scalars[1].grad_norm, scalars[1].eval_loss) == (2.0, 3.0)
     assert scalars[0].grad_norm is None
-    assert {s.learning_rate for s in scalars} == {0.25}
+    assert {s.learning_rate for s in scalars} == {0.001}
     assert all(s.loss is not None and 3 < s.loss < 5 for s in scalars)
     assert sink.closed == 1
 

@@ -123,7 +123,9 @@ def _row(q, k, place, H, *, planes, causal, scale, softcap, score_mod, mask_mod,
         raw = np.full(K, np.nan) if pairs is None else scale * pairs
         s = given[b, h, i]
         trouble = np.isnan(s) | (s == np.inf)
-        if not planes:
+        if not planes and pairs is not None:  # what was added to the products tells a mask
+            softly = s - raw <= -9e3
+        elif not planes:
             finite = s[np.isfinite(s)]
             top = finite.max() if len(finite) else -np.inf
             softly = ((s <= -9e3) & (s < top - 5e3)) | (s <= -6e4)
