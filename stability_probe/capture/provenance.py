@@ -115,10 +115,11 @@ def _stay_weights(func: Any, before: Tensor, others: list[Any], out: Tensor) -> 
 
     A router's weights that scale hidden states give hidden states, and so does a sum with them.
     """
-    if func in f.EXP | f.SUM | f.TANH | f.CAT or out.numel() > before.numel():
+    if func in f.EXP | f.SUM | f.TANH | f.CAT:
         return False
-    full = any(isinstance(o, Tensor) and o.numel() >= before.numel() for o in others)
-    return not (full and func in f.ADD | f.SUBTRACT)
+    if func in f.ADD | f.SUBTRACT:
+        return not any(isinstance(o, Tensor) and o.numel() >= before.numel() for o in others)
+    return func not in f.MULTIPLY | f.DIVIDE | f.MIX or out.numel() <= before.numel()
 
 
 def _by_hand(

@@ -84,8 +84,9 @@ def test_what_a_router_weighs_are_hidden_states_and_no_attention_weights() -> No
     assert sites == dict.fromkeys(layers, ("qk", "weights"))
 
 
-def test_additive_attention_is_seen_from_its_second_forward() -> None:
-    """No q k^T at all: its softmax is known by the values that it weighs."""
+@pytest.mark.parametrize("padded", [0, 3])
+def test_additive_attention_is_seen_from_its_second_forward(padded: int) -> None:
+    """No q k^T at all: its softmax is known by the values that it weighs, padded or not."""
 
     class Bahdanau(nn.Module):
         def __init__(self) -> None:
@@ -95,7 +96,8 @@ def test_additive_attention_is_seen_from_its_second_forward() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             mixed = torch.tanh(self.q(x).unsqueeze(2) + self.k(x).unsqueeze(1))
-            return torch.bmm(torch.softmax(self.v(mixed).squeeze(-1), -1), x)
+            weights = F.pad(torch.softmax(self.v(mixed).squeeze(-1), -1), (0, padded))
+            return torch.bmm(weights, F.pad(x, (0, 0, 0, padded)))
 
     torch.manual_seed(0)
     model = Model(Bahdanau())
