@@ -138,7 +138,7 @@ def check_unlike(rank: int, one: dict[str, Any]) -> None:
     assert ("q", bad["step"]) in {(tensor, step) for _, tensor, step in bad["bad"]}
     assert ("nonfinite", "blocks.1.attention") in bad["critical"]  # also on rank 0
     ((rule, layer, message),) = one["rows_cut"]
-    assert (rule, layer) == ("probe_fault", "blocks.0.attention")
+    assert (rule, layer) == ("blind", "blocks.0.attention")
     assert "sharded over ranks along axis 2" in message
     own = {"ranks": (rank,), "steps": 4, "seen": {(2, 1)}, "alerts": ()}
     assert one["each_for_itself"] == own
