@@ -1,7 +1,7 @@
 """Watches every training forward and backward for values that are not finite, without waiting.
 
 Per layer and kind of tensor it keeps one float32 number that is finite where the whole tensor
-is: its sum, or, of the scores, the largest one. A sum costs half of what the two extrema cost.
+is: its sum, or, of the scores, the largest one. A sum is one reduction, and two extrema are two.
 Where finite values sum to more than 3.4e38 in float32 the sum overflows and they count as not
 finite. A row without any visible key may give NaN by design; the sentinel cannot tell, so it
 marks where that could be the explanation.

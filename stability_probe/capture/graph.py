@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stability_probe.capture.adapters.aten import rows_of
 from stability_probe.capture.adapters.flash_attn import settings_of
 from stability_probe.capture.adapters.kernel_call import packed_sequences, whole_sequences
+from stability_probe.capture.nests import tensors_in
 from stability_probe.capture.seen import Seen
 from stability_probe.capture.segments import places
 
@@ -45,7 +45,7 @@ def read_graph(output: object, since: int) -> list[Seen]:
 
 def _nodes(output: object, since: int) -> Iterator[Any]:
     """The nodes behind a module's output, down to where its forward began."""
-    waiting: list[Any] = [t.grad_fn for t in _tensors(output)]
+    waiting: list[Any] = [t.grad_fn for t in tensors_in(output)]
     known: set[Any] = set()
     while waiting and len(known) < _MOST_NODES:
         node = waiting.pop()
@@ -56,17 +56,6 @@ def _nodes(output: object, since: int) -> Iterator[Any]:
         known.add(node)
         yield node
         waiting += [following for following, _ in node.next_functions]
-
-
-def _tensors(output: object) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _tensors(value)
 
 
 def _is_hooked(node: Any) -> bool:

@@ -10,12 +10,14 @@ masks) carry no label.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
+
+from stability_probe.capture.nests import tensors_in
 
 _SHARED = re.compile(r"mask|position|bias|rotary|rope|freqs|cos|sin|cache|seqlens", re.IGNORECASE)
 _LEARNED = "(parameters)"
@@ -40,7 +42,7 @@ class Origins:
         for name, value in (*enumerate(args), *kwargs.items()):
             if isinstance(name, str) and _SHARED.search(name):
                 continue
-            for tensor in _tensors(value):
+            for tensor in tensors_in(value):
                 if tensor.is_floating_point():
                     self._labels[tensor] = self.of(tensor) or frozenset({str(name)})
 
@@ -48,7 +50,7 @@ class Origins:
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object
     ) -> None:
         """An operation's results carry the labels of its operands."""
-        operands = [*_tensors(args), *_tensors(kwargs.values())]
+        operands = [*tensors_in(args), *tensors_in(kwargs)]
         if func in _SHAPED_LIKE:
             operands = operands[:1]  # the other gives its shape, and no value
         if func in _MADE_LIKE:
@@ -58,7 +60,7 @@ class Origins:
             labels -= {_LEARNED}
         if not labels:
             return
-        for tensor in _tensors(out) if out is not None else operands[:1]:  # x[i] = y gives None
+        for tensor in tensors_in(out) if out is not None else operands[:1]:  # x[i] = y gives None
             self._labels[tensor] = labels
             if tensor._base is not None and tensor._base not in self._labels:
                 self._labels[tensor._base] = labels  # made inside the operation (F.linear does)
@@ -83,14 +85,3 @@ class Origins:
         if queries == keys:
             return "self"
         return "mixed" if queries & keys else "cross"
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    """The tensors in an argument, through lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, str | bytes | torch.Size):
-        return
-    elif isinstance(value, list | tuple) or type(value).__name__ == "dict_values":
-        for item in value:  # type: ignore[attr-defined]
-            yield from _tensors(item)
