@@ -27,9 +27,9 @@ if TYPE_CHECKING:
         ShapeError,
         StabilityProbeError,
     )
-    from stability_probe.plan import Plan, every
+    from stability_probe.plan import Plan, every, rotating
     from stability_probe.probe import Probe, watch
-    from stability_probe.records import Alert, Severity, State
+    from stability_probe.records import Alert, Level, Severity, State
     from stability_probe.replaying import replay
     from stability_probe.runlog.read import Run, load
     from stability_probe.stats.measure import measure
@@ -38,6 +38,7 @@ _HOMES = {
     "Alert": "records",
     "AlreadyWatchedError": "errors",
     "EvalModeError": "errors",
+    "Level": "records",
     "LogDirectoryError": "errors",
     "NoAttentionError": "errors",
     "Plan": "plan",
@@ -53,6 +54,7 @@ _HOMES = {
     "load": "runlog.read",
     "measure": "stats.measure",
     "replay": "replaying",
+    "rotating": "plan",
     "watch": "probe",
 }
 
@@ -60,6 +62,7 @@ __all__ = [
     "Alert",
     "AlreadyWatchedError",
     "EvalModeError",
+    "Level",
     "LogDirectoryError",
     "NoAttentionError",
     "Plan",
@@ -75,6 +78,7 @@ __all__ = [
     "load",
     "measure",
     "replay",
+    "rotating",
     "watch",
 ]
 

@@ -25,6 +25,7 @@ class HeadBlock:
             more heads than are here, and which ones these are is not known.
         all_heads: of the layer, over all ranks.
         sequences: sequences pooled into them.
+        rows: query rows of each head, likewise.
         replica: another rank measures the same heads of the same data.
     """
 
@@ -33,6 +34,7 @@ class HeadBlock:
     offset: int | None = 0
     all_heads: int = 0
     sequences: int = 0
+    rows: int = 0
     replica: bool = False
 
 

@@ -28,6 +28,9 @@ from stability_probe.sentinel import (
 from stability_probe.stats.accumulate import accumulate
 from stability_probe.stats.accumulators import Accumulators, concatenate, merge
 from stability_probe.stats.finish import finish
+from stability_probe.stats.glance import glance, glanced
+from stability_probe.stats.part import sequence_of
+from stability_probe.stopwatch import Stopwatch
 from stability_probe.transfer import HostCopy
 
 T = TypeVar("T")
@@ -38,13 +41,20 @@ class _Pool:
     """What one layer's calls at one step came to so far; None where nothing came."""
 
     accumulators: Accumulators | None = None
+    glance: Tensor | None = None  # [3, heads], see `stats.glance`
     witness: Tensor | None = None  # [6], see `sentinel`
     gradients: dict[str, Tensor] = field(default_factory=dict)  # kind -> witness, 0-dim
     sequences: int = 0
+    rows: int = 0
 
     def add(self, other: _Pool) -> None:
         """Takes in another pool of the same layer."""
         self.sequences += other.sequences
+        self.rows += other.rows
+        if other.glance is not None:
+            self.glance = (
+                other.glance if self.glance is None else torch.maximum(self.glance, other.glance)
+            )
         if other.accumulators is not None:
             mine = self.accumulators
             self.accumulators = (
@@ -81,29 +91,42 @@ class _Slot:
         self.explained |= bool(call.masks) or call.seam == "softmax"
         heads = _heads(call)
         self.block = HeadBlock(
-            self.name, heads, call.head_offset, call.all_heads or heads, 0, call.replica
+            self.name, heads, call.head_offset, call.all_heads or heads, replica=call.replica
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """One layer of a measurement."""
+
+    name: str
+    index: int
+    heads: int
+    sequences: int
+    rows: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
     """The statistics of the layers on one device, heads side by side."""
 
-    layers: tuple[tuple[str, int, int, int], ...]  # name, index, heads, sequences
+    layers: tuple[_Measured, ...]
     columns: tuple[tuple[str, int], ...]  # statistic and its width per head
     copy: HostCopy  # [heads of all layers, width of all columns]
 
     def observations(self) -> list[Observation]:
         table = self.copy.numpy()
         found, row = [], 0
-        for name, index, heads, sequences in self.layers:
-            rows, column, values = table[row : row + heads], 0, {}
+        for layer in self.layers:
+            rows, column, values = table[row : row + layer.heads], 0, {}
             for statistic, width in self.columns:
                 cells = rows[:, column : column + width]
                 values[statistic] = (cells[:, 0] if width == 1 else cells).copy()
                 column += width
-            found.append(Observation(name, index, values, sequences))
-            row += heads
+            found.append(
+                Observation(layer.name, layer.index, values, layer.sequences, rows=layer.rows)
+            )
+            row += layer.heads
         return found
 
 
@@ -115,6 +138,11 @@ class Measurement:
     parts: tuple[_Part, ...] = ()
     bad: tuple[tuple[tuple[_Slot, ...], HostCopy], ...] = ()
     handovers: tuple[Handover, ...] = ()  # for other ranks, where they were asked for
+
+    @property
+    def exact(self) -> bool:
+        """Whether it holds statistics, and not only bounds."""
+        return bool(self.parts) and self.level.exact
 
     @property
     def ready(self) -> bool:
@@ -138,10 +166,19 @@ class Measurement:
 
 
 class Meter:
-    """Takes attention calls in and gives one measurement a step out."""
+    """Takes attention calls in and gives one measurement a step out.
 
-    def __init__(self) -> None:
+    Attributes:
+        level: how much of the calls is measured from now on.
+        turn: the step's number, which says whose turn it is where a part is measured.
+        latest: statistic -> layer -> [heads], of the last step with exact statistics.
+    """
+
+    def __init__(self, stopwatch: Stopwatch | None = None) -> None:
+        """Start with everything measured; `stopwatch` times what is done in the user's step."""
+        self._stopwatch = stopwatch or Stopwatch(on=False)
         self.level = Level.FULL
+        self.turn = 0
         self.latest: dict[str, dict[str, Tensor]] = {}  # statistic -> layer -> [heads]
         self._slots: dict[tuple[str, int], _Slot] = {}
         self._lock = threading.Lock()
@@ -151,13 +188,22 @@ class Meter:
     @property
     def measuring(self) -> bool:
         """Whether exact statistics are taken at this step."""
-        return self.level is not Level.SENTINEL
+        return self.level.exact
 
     def call(self, call: AttentionCall) -> None:
         """Reduces a call at once; none of its tensors is kept."""
-        pool = _Pool(witness=call_witness(call), sequences=_sequences(call))
-        if self.measuring:
+        given = call.q_BHQD if call.scores_BHQK is None else call.scores_BHQK
+        with self._stopwatch.running(None if given is None else given.device):
+            self._call(call)
+
+    def _call(self, call: AttentionCall) -> None:
+        pool = _Pool(witness=call_witness(call))
+        if self.level is Level.BRACKET:
+            pool.glance = glance(call, self.turn)
+        elif self.measuring:
+            call = sequence_of(call, self.turn) if self.level is Level.SEQUENCE else call
             pool.accumulators = accumulate(call, full=self.level is Level.FULL)
+        pool.sequences, pool.rows = _sequences(call), _rows(call)
         with self._lock:
             slot = self._slot(call)
             slot.note(call)
@@ -165,14 +211,16 @@ class Meter:
 
     def values(self, call: AttentionCall, v: Tensor, output: Tensor) -> None:
         """Watches v and the output of a call that was seen at its softmax."""
-        pool = _Pool(witness=value_witness(v, output))
+        with self._stopwatch.running(v.device):
+            pool = _Pool(witness=value_witness(v, output))
         with self._lock:
             slot = self._slot(call)
             slot.pool.add(pool)
 
     def gradient(self, layer: str, call_index: int, kind: str, gradient: Tensor) -> None:
         """Watches a gradient of a call that was seen; several threads may call."""
-        fresh = gradient_witness(gradient)
+        with self._stopwatch.running(gradient.device):
+            fresh = gradient_witness(gradient)
         with self._lock:
             slot = self._slots.get((layer, call_index)) or self._slots.get((layer, 0))
             if slot is not None:
@@ -239,38 +287,56 @@ class Meter:
                 slot.pool = _Pool()
         for group in _by_device(taken, lambda pair: pair[1].any_tensor):
             _note_bad(group, step)
-        measured = [(s, p.accumulators, p.sequences) for s, p in taken if p.accumulators]
+        measured = [(s, p, p.accumulators) for s, p in taken if p.accumulators]
+        glanced_at = [(s, p, p.glance) for s, p in taken if p.glance is not None]
         if measured:
             self.latest = {}
-        parts = [self._finished(g) for g in _by_device(measured, lambda m: m[1].maxima)]
+        parts = [
+            *(self._finished(g) for g in _by_device(measured, lambda m: m[2].maxima)),
+            *(_glanced(g) for g in _by_device(glanced_at, lambda m: m[2])),
+        ]
         bad = _take_bad(slots) if read_sentinel or measured else ()
         handovers = _handovers(measured) if for_ranks else ()
         return Measurement(self.level, tuple(parts), bad, handovers)
 
-    def _finished(self, group: Sequence[tuple[_Slot, Accumulators, int]]) -> _Part:
+    def _finished(self, group: Sequence[tuple[_Slot, _Pool, Accumulators]]) -> _Part:
         """All layers of a device finished at once, their heads side by side, in one copy."""
-        together = concatenate([accumulators for _, accumulators, _ in group])
+        together = concatenate([accumulators for _, _, accumulators in group])
         values = finish(together, full=self.level is Level.FULL)
-        heads = [accumulators.maxima.shape[-1] for _, accumulators, _ in group]
+        heads = [accumulators.maxima.shape[-1] for _, _, accumulators in group]
         for statistic, tensor in values.items():
             by_layer = self.latest.setdefault(statistic, {})
             for (slot, _, _), rows in zip(group, torch.split(tensor, heads), strict=True):
                 by_layer[slot.name] = rows
-        flat = [tensor.reshape(tensor.shape[0], -1) for tensor in values.values()]
-        return _Part(
-            tuple((s.name, s.index, h, n) for (s, _, n), h in zip(group, heads, strict=True)),
-            tuple((name, f.shape[1]) for name, f in zip(values, flat, strict=True)),
-            HostCopy(torch.cat(flat, dim=1)),
-        )
+        return _part(group, heads, values)
 
 
-def _handovers(measured: Sequence[tuple[_Slot, Accumulators, int]]) -> tuple[Handover, ...]:
+def _glanced(group: Sequence[tuple[_Slot, _Pool, Tensor]]) -> _Part:
+    """As `Meter._finished`, of layers that were only glanced at."""
+    heads = [table.shape[-1] for _, _, table in group]
+    return _part(group, heads, glanced(torch.cat([table for _, _, table in group], dim=1)))
+
+
+def _part(
+    group: Sequence[tuple[_Slot, _Pool, object]], heads: list[int], values: dict[str, Tensor]
+) -> _Part:
+    layers = [
+        _Measured(slot.name, slot.index, h, pool.sequences, pool.rows)
+        for (slot, pool, _), h in zip(group, heads, strict=True)
+    ]
+    flat = [tensor.reshape(tensor.shape[0], -1) for tensor in values.values()]
+    columns = [(name, f.shape[1]) for name, f in zip(values, flat, strict=True)]
+    return _Part(tuple(layers), tuple(columns), HostCopy(torch.cat(flat, dim=1)))
+
+
+def _handovers(measured: Sequence[tuple[_Slot, _Pool, Accumulators]]) -> tuple[Handover, ...]:
     """The accumulators of the layers, device by device."""
     return tuple(
         hand_over(
-            [replace(slot.block, sequences=n) for slot, _, n in group], [a for _, a, _ in group]
+            [replace(s.block, sequences=p.sequences, rows=p.rows) for s, p, _ in group],
+            [accumulators for _, _, accumulators in group],
         )
-        for group in _by_device(measured, lambda m: m[1].maxima)
+        for group in _by_device(measured, lambda m: m[2].maxima)
     )
 
 
@@ -280,6 +346,12 @@ def _sequences(call: AttentionCall) -> int:
         return call.sequences
     matrix = call.scores_BHQK if call.q_BHQD is None else call.q_BHQD
     return 0 if matrix is None else matrix.shape[0]
+
+
+def _rows(call: AttentionCall) -> int:
+    """How many query rows of each head a call holds."""
+    matrix = call.scores_BHQK if call.q_BHQD is None else call.q_BHQD
+    return 0 if matrix is None else matrix.shape[0] * matrix.shape[2]
 
 
 def _heads(call: AttentionCall) -> int:

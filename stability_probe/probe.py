@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from stability_probe.alerts.rule import Rule
+from stability_probe.budget import Budget
 from stability_probe.capture import attach
+from stability_probe.danger import Dangers
 from stability_probe.errors import ProbeClosedError
 from stability_probe.header import run_header
 from stability_probe.lookout import Lookout
@@ -22,7 +25,7 @@ from stability_probe.meter import Meter
 from stability_probe.modes import unobserved
 from stability_probe.monitor import Monitor
 from stability_probe.outputs import board, own_rank, own_sinks
-from stability_probe.plan import Plan
+from stability_probe.plan import Past, Plan
 from stability_probe.ranks.pool import RankPool
 from stability_probe.records import (
     Alert,
@@ -38,6 +41,7 @@ from stability_probe.records import (
 from stability_probe.roster import hello, layers_here, layers_of
 from stability_probe.sinks import Sink
 from stability_probe.sinks.guard import GuardedSinks
+from stability_probe.stopwatch import Stopwatch
 from stability_probe.updates import Updates
 from stability_probe.views.coverage import coverage_text
 from stability_probe.waiting import (
@@ -81,7 +85,8 @@ class Probe:
         self._pool = RankPool(self._plan, enabled=pool)
         self._monitor = Monitor(rules)
         self._on_alert, self._optimizer, self._strict = on_alert, optimizer, strict
-        self._meter = Meter()
+        self._watch = Stopwatch(on=self._plan.overhead is not None)
+        self._meter = Meter(self._watch)
         self._attachment = attach(
             model, self._meter, strict=strict, allow_eval=allow_eval, compiled=compiled
         )
@@ -100,7 +105,9 @@ class Probe:
         self._waiting: deque[WaitingStep] = deque()
         self._step = 0  # the last step that was ended
         self._ended = 0  # how many were
-        self._phase, self._phase_start = "", 1
+        self._phase, self._past = "", Past()
+        self._dangers, self._budget = Dangers(), Budget(self._plan.overhead)
+        self._step_ended: float | None = None  # when, by the performance counter
         self._escalate = 0  # so many measured steps more get every statistic
         self._announced: tuple[LayerInfo, ...] = ()
         self._closed = False
@@ -140,9 +147,11 @@ class Probe:
         try:
             now = self._step + 1 if step is None else int(step)
             given = {"loss": loss, "grad_norm": grad_norm, "eval_loss": eval_loss}
-            numbers = numbers_of(given, self._fault)
-            with unobserved():
-                self._end_step(now, numbers, skipped)
+            with self._watch.running():
+                numbers = numbers_of(given, self._fault)
+                with unobserved():
+                    self._end_step(now, numbers, skipped)
+            self._keep_budget()
         except Exception as error:
             self._fault("ending the step", error)
 
@@ -152,7 +161,7 @@ class Probe:
         Args:
             phase: what changed, in a few words: "data mix B", "longer context".
         """
-        self._phase, self._phase_start = phase, self._step + 1
+        self._phase, self._past = phase, replace(self._past, phase_start=self._step + 1)
         self._meter.level = self._level(self._step + 1)
 
     def nonfinite_flag(self) -> Tensor:
@@ -239,8 +248,8 @@ class Probe:
 
     def _begin(self, first: int) -> None:
         """What must know the run's first step: a resumed run starts where it was."""
-        if self._phase_start == 1:
-            self._phase_start = first
+        if self._past.phase_start == 1:
+            self._past = replace(self._past, phase_start=first)
         logdir = self.logdir
         if logdir is not None:
             self._sinks.add(lambda: board(logdir, first))
@@ -260,7 +269,13 @@ class Probe:
             wall_time=time.time(),
         )
         copies = {name: copied(value) for name, value in numbers.items()}
-        ticket = self._pool.end_step(now, measurement, copies, self._phase_start)
+        ticket = self._pool.end_step(
+            now,
+            measurement,
+            copies,
+            phase_start=self._past.phase_start,
+            stride=self._budget.stride if self._plan.overhead else 0,
+        )
         update = self._updates.take()
         self._waiting.append(WaitingStep(scalars, copies, measurement, update, ticket))
         self._step = now
@@ -273,16 +288,26 @@ class Probe:
             self._fault("watching the optimizer", error)
         self._look_for_ranks()
         self._announce()
-        self._attachment.step = now + 1
+        self._attachment.step = self._meter.turn = now + 1
         self._meter.level = self._level(now + 1)
 
     def _level(self, step: int) -> Level:
         """What is measured at the next step: all of it right after an alert."""
         agreed = self._pool.level(step)
-        if agreed is Level.SENTINEL:
+        if agreed is not None and not agreed.whole:
             return agreed  # the ranks measure at the same steps, whatever one of them has seen
-        level = agreed or self._plan.level(step, phase_start=self._phase_start)
+        level = agreed or self._plan.level(step, self._past)
         return Level.FULL if self._escalate else level
+
+    def _keep_budget(self) -> None:
+        """Accounts for the step that has ended."""
+        if self._plan.overhead is None:
+            return
+        now, before = time.perf_counter(), self._step_ended
+        own, self._step_ended = self._watch.take(), now
+        if before is not None:
+            self._budget.note(own, now - before)
+            self._past = replace(self._past, stride=self._budget.stride)
 
     def _look_for_ranks(self) -> None:
         self._ended += 1
@@ -293,7 +318,7 @@ class Probe:
                 self._meter,
                 self._plan,
                 steps=self._ended,
-                phase_start=self._phase_start,
+                phase_start=self._past.phase_start,
             ),
         )
         self._tell_pool()
@@ -304,15 +329,17 @@ class Probe:
 
     def _flush(self, *, wait: bool) -> None:
         """Passes on the steps whose numbers have arrived; at most one measured step waits."""
-        measured = sum(1 for w in self._waiting if w.measurement.parts)
+        measured = sum(1 for w in self._waiting if w.measurement.exact)
         while self._waiting and (wait or measured > 1 or self._waiting[0].ready):
             if self._waiting[0].awaits_ranks and not wait:
                 break
             waiting = self._waiting.popleft()
-            measured -= bool(waiting.measurement.parts)
+            measured -= waiting.measurement.exact
             self._take(waiting.record())
 
     def _take(self, record: StepRecord) -> None:
+        danger = self._dangers.judge(record)
+        self._past = self._plan.after(self._past, self._step + 1, danger=danger)
         self._sinks.emit(record)
         if self.logdir is None:
             self._kept.append(record)

@@ -55,9 +55,21 @@ class Origin(StrEnum):
 class Level(StrEnum):
     """How much is measured at a step."""
 
-    SENTINEL = "sentinel"  # finiteness and the largest norms only
-    DEFAULT = "default"  # the default stored set, exactly
+    SENTINEL = "sentinel"  # finiteness only
+    BRACKET = "bracket"  # also bounds on every head's largest logit, and one head exactly
+    SEQUENCE = "sequence"  # also the default set of one sequence of each call, exactly
+    DEFAULT = "default"  # the default stored set of all sequences, exactly
     FULL = "full"  # every statistic
+
+    @property
+    def exact(self) -> bool:
+        """Whether whole sequences are measured, of every head."""
+        return self in (Level.SEQUENCE, Level.DEFAULT, Level.FULL)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all sequences are measured, of every head."""
+        return self in (Level.DEFAULT, Level.FULL)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -108,10 +120,13 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observation:
-    """The statistics of one layer at one measured step.
+    """The statistics of one layer at one step.
 
     `values` maps a statistic's name to float32 [heads] (`entropy_hist`: [heads, 16]). NaN
     means absent, and nothing else; a statistic that was not measured has no entry.
+
+    What a statistic was taken over is its coverage class: `rows`, `sequences` and `ranks`. Numbers
+    of different classes are not compared with each other. 0 rows or sequences: not known.
     """
 
     layer: str
@@ -119,6 +134,7 @@ class Observation:
     values: Mapping[str, Float32]
     sequences: int = 0  # sequences pooled into the record, over micro-batches
     ranks: int = 1
+    rows: int = 0  # query rows of each head, likewise
 
     @property
     def heads(self) -> int:
@@ -157,7 +173,7 @@ class StepScalars:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRecord:
-    """All that is known of one optimizer step. Without observations it was not measured."""
+    """All that is known of one optimizer step."""
 
     scalars: StepScalars
     observations: tuple[Observation, ...] = ()
@@ -170,8 +186,8 @@ class StepRecord:
 
     @property
     def measured(self) -> bool:
-        """Whether attention statistics were taken at this step."""
-        return bool(self.observations)
+        """Whether attention statistics were taken at this step, and not only bounds."""
+        return bool(self.observations) and self.level is not Level.BRACKET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from stability_probe.alerts.rule import Rule
 from stability_probe.errors import FrameError
 from stability_probe.monitor import Monitor
 from stability_probe.records import Alert, Level, Observation, Origin, StepRecord, StepScalars
-from stability_probe.stats.catalogue import CATALOGUE, MAX_LOGIT
+from stability_probe.stats.catalogue import BETWEEN_SET, CATALOGUE, MAX_LOGIT
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 KEYS = ("step", "layer", "head")
 LOSSES = ("loss", "grad_norm", "eval_loss", "learning_rate")
 SCALARS = (*LOSSES, "skipped", "phase")
-LAYER_COLUMNS = ("layer_index", "sequences", "ranks")
+LAYER_COLUMNS = ("layer_index", "sequences", "ranks", "query_rows")
 READABLE = (*MAX_LOGIT, "nonfinite", "fp16_headroom_log2")
 
 Float32 = npt.NDArray[np.float32]
@@ -59,9 +59,9 @@ def replay(
         source: a run directory, a run, or a DataFrame with a row per step, layer and head:
             columns `step`, `layer` (int or str), `head` and one per statistic. Per step, and
             repeated over its rows, may come `loss`, `grad_norm`, `eval_loss`, `learning_rate`,
-            `skipped` and `phase`; per layer `layer_index`, `sequences` and `ranks`. A row
-            without layer and head gives the scalars of a step that was not measured. An empty
-            statistic is absent. In a float column of losses NaN means not given; to say that a
+            `skipped` and `phase`; per layer `layer_index`, `sequences`, `ranks` and `query_rows`.
+            A row without layer and head gives the scalars of a step that was not measured. An
+            empty statistic is absent. In a float column of losses NaN means not given; to say that a
             loss really was NaN, use a column that tells the two apart (dtype object, where None
             is not given).
         rules: the rules to judge by; None for the stock rules.
@@ -107,8 +107,15 @@ def _frame_records(frame: pd.DataFrame) -> Iterator[StepRecord]:
     observations = _observations(rows, names)
     for step, given in scalars.items():
         seen = observations.get(step, ())
-        level = Level.DEFAULT if seen else Level.SENTINEL
-        yield StepRecord(StepScalars(step=step, **given), seen, level)
+        yield StepRecord(StepScalars(step=step, **given), seen, _level(seen))
+
+
+def _level(seen: Sequence[Observation]) -> Level:
+    """What was measured, to judge by what has a value."""
+    if not seen:
+        return Level.SENTINEL
+    judged = (v for o in seen for name, v in o.values.items() if name not in BETWEEN_SET)
+    return Level.BRACKET if all(np.isnan(v).all() for v in judged) else Level.DEFAULT
 
 
 def _statistics(frame: pd.DataFrame) -> list[str]:
@@ -213,6 +220,7 @@ def _observations(rows: pd.DataFrame, names: list[str]) -> dict[int, tuple[Obser
             values=_by_head(table, heads[order[start:end]], slice(start, end)),
             sequences=0 if extra["sequences"] is None else int(extra["sequences"][first]),
             ranks=1 if extra["ranks"] is None else int(extra["ranks"][first]),
+            rows=0 if extra["query_rows"] is None else int(extra["query_rows"][first]),
         )
         by_step.setdefault(int(steps[first]), []).append(observation)
     return {step: tuple(found) for step, found in by_step.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import stability_probe as sp
+from stability_probe.ranks.schedule import LAG
 
 
 def ddp(rank: int, world: int, folder: str, *, write: bool = False) -> dict[str, Any]:
@@ -262,7 +264,7 @@ def marked_on_one(rank: int, folder: str) -> dict[str, Any]:
     pooled = [
         (r["step"], {ranks for _, _, ranks, _ in r["layers"].values()})
         for r in keeper.plain()
-        if r["layers"] and r["step"] > step
+        if r["level"] in ("default", "full") and r["step"] > step
     ]
     return {"pooled": pooled, "blind": blind(probe)}
 
@@ -294,6 +296,34 @@ def four(rank: int, world: int, folder: str) -> dict[str, Any]:
         "local": two_dimensional(rank, local=True),
         "distributed": two_dimensional(rank, local=False),
     }
+
+
+EVERY, ESCALATION = 5, 6  # of the plan in `danger`
+
+
+def danger(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Ranks that keep different time train one model; the logits of one of them take off."""
+    model, keeper = small_model(), Keeper()
+    wrapped = DistributedDataParallel(model)
+    plan = sp.Plan(dense=0, every=EVERY, full_every=10**6, escalation=ESCALATION)
+    clock = random.Random(rank)
+
+    def step() -> None:
+        time.sleep(clock.uniform(0, 0.004) + 0.004 * (rank == 3))
+        loss_of(wrapped, batches(0, world)[rank]).backward()
+        probe.step()
+
+    with sp.watch(wrapped, plan=plan, sinks=[keeper], rules=[], strict=True) as probe:
+        first = until_pooling(probe, step) + 1
+        while probe._step < first + LAG + 20 or probe._step % EVERY:
+            step()
+        if rank == 2:  # from a step on that is not measured: the next one that is shows it
+            with torch.no_grad():
+                model.blocks[0].attention.qkv.weight.mul_(12.0)
+        hot = probe._step + 1
+        while probe._step < hot + LAG + 60:
+            step()
+    return {"records": keeper.plain(), "first": first, "hot": hot, "blind": blind(probe)}
 
 
 def two_dimensional(rank: int, *, local: bool) -> dict[str, Any]:

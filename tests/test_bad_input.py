@@ -92,7 +92,9 @@ def test_an_unknown_statistic() -> None:
 
 
 def test_a_plan_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="got dense=-1, every=10, full_every=100; expected dense"):
+    with pytest.raises(
+        ValueError, match="got dense=-1, every=10, full_every=100, escalation=10; exp"
+    ):
         sp.Plan(dense=-1)
     with pytest.raises(ValueError, match="every=0"):
         sp.every(0)

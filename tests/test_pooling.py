@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ def test_ranks_merge_as_micro_batches_do(full: bool) -> None:
     calls = [call(2, 4, seed) for seed in range(3)]
     layout = unite([hello(layer("a", 4))] * 3)
     block = HeadBlock("a", 4, 0, 4, sequences=2)
-    record = Reduced(
+    record = Reduced.of(
         layout, reduced(layout, [contribution(c, block, full=full) for c in calls])
     ).record(own())
     one, two, three = (accumulate(c, full=full) for c in calls)
@@ -98,7 +99,7 @@ def test_heads_on_different_ranks_lie_side_by_side() -> None:
         return contribution(share, HeadBlock("a", 2, offset, 4, sequences=2))
 
     merged = reduced(layout, [heads(c, offset) for c in whole for offset in (0, 2)])
-    (seen,) = Reduced(layout, merged).record(own()).observations
+    (seen,) = Reduced.of(layout, merged).record(own()).observations
     one, two = (accumulate(c, full=True) for c in whole)
     for name, values in finish(merge(one, two), full=True).items():
         np.testing.assert_allclose(seen.values[name], values, rtol=1e-6, err_msg=name)
@@ -115,7 +116,7 @@ def test_a_replica_is_not_counted_twice() -> None:
             contribution(attention, HeadBlock("a", 2, 0, 2, 2, replica=True)),
         ],
     )
-    (seen,) = Reduced(layout, merged).record(own()).observations
+    (seen,) = Reduced.of(layout, merged).record(own()).observations
     assert (seen.ranks, seen.sequences, seen.values["rows"][0]) == (1, 2, 12)
 
 
@@ -125,10 +126,10 @@ def test_a_rank_without_a_measurement_changes_nothing_but_presence() -> None:
     alone, beside = (reduced(layout, [measured, *more]) for more in ([], [Contribution(1, 1)]))
     np.testing.assert_array_equal(alone.extrema, beside.extrema)
     np.testing.assert_array_equal(alone.sums, beside.sums)
-    observations = Reduced(layout, beside).record(own()).observations
+    observations = Reduced.of(layout, beside).record(own()).observations
     assert [o.layer for o in observations] == ["a"]  # nobody measured b
     nobody = reduced(layout, [Contribution(1, 1), Contribution(1, 1)])
-    record = Reduced(layout, nobody).record(own())
+    record = Reduced.of(layout, nobody).record(own())
     assert not record.measured
     assert record.level is Level.SENTINEL
 
@@ -137,7 +138,7 @@ def test_heads_that_no_rank_measured_are_absent() -> None:
     layout = unite([hello(layer("a", 2, 0, of=4)), hello(layer("a", 2, 2, of=4))])
     half = contribution(call(2, 2, 0), HeadBlock("a", 2, 2, 4, 2))
     (seen,) = (
-        Reduced(layout, reduced(layout, [half, Contribution(1, 1)])).record(own()).observations
+        Reduced.of(layout, reduced(layout, [half, Contribution(1, 1)])).record(own()).observations
     )
     for name, values in seen.values.items():
         assert np.isnan(values[:2]).all(), name
@@ -153,7 +154,7 @@ def test_the_level_is_the_lowest_of_those_who_measured() -> None:
         ([full, Contribution(1, 1)], Level.FULL),
         ([full, full], Level.FULL),
     ):
-        assert Reduced(layout, reduced(layout, given_ones)).record(own()).level is level
+        assert Reduced.of(layout, reduced(layout, given_ones)).record(own()).level is level
 
 
 def test_numbers_pool_as_documented() -> None:
@@ -266,20 +267,61 @@ def test_a_hello_survives_its_encoding_and_nonsense_does_not_pass() -> None:
             Hello.decode(nonsense)
 
 
+def pooled_steps(schedule: Schedule, steps: range, result: Callable[[int], Reduced]) -> list[int]:
+    """The steps that are pooled, where each result is heard at the end of its step."""
+    due = []
+    for step in steps:
+        if schedule.due(step):
+            due.append(step)
+            schedule.hear(schedule.tick + 1, result(step))
+        schedule.advance(step)
+    return due
+
+
 def test_a_mark_takes_effect_when_every_rank_has_heard_of_it() -> None:
     schedule = Schedule(Plan(dense=2, every=10), first=15, phase_start=1)
     assert schedule.level(14) is None
-    due = []
-    for step in range(15, 300):
-        if not schedule.due(step):
-            continue
-        due.append(step)
-        schedule.advance(len(due), step)
-        schedule.hear(len(due), 42 if step > 42 else 1)
-    marked = due.index(50) + LAG
-    assert due[: marked + 1] == list(range(20, 20 + 10 * (marked + 1), 10))
-    at = due[marked]
-    assert due[marked + 1 : marked + 5] == [at + 1, at + 2, at + 10, at + 20]
+    layout = unite([hello(layer("a"))])
+
+    def result(step: int) -> Reduced:
+        return Reduced.of(layout, reduced(layout, [Contribution(step, 42 if step > 42 else 1)]))
+
+    due = pooled_steps(schedule, range(15, 121), result)
+    at = 50 + LAG  # 50 is the first pooled step after the mark
+    assert due == [20, 30, 40, 50, 60, at + 1, at + 2, *range(70, 121, 10)]
+
+
+def test_danger_on_any_rank_makes_all_measure_fully_a_fixed_lag_later() -> None:
+    layout = unite([hello(layer("a"))] * 2)
+    block = HeadBlock("a", 2, 0, 2, 2)
+
+    def result(step: int) -> Reduced:
+        calm, hot = call(2, 2, 0), call(2, 2, 1, spread=30.0 if step >= 40 else 3.0)
+        both = [replace(contribution(c, block, full=False), step=step) for c in (calm, hot)]
+        return Reduced.of(layout, reduced(layout, both))
+
+    schedule = Schedule(Plan(dense=0, every=10), first=1, phase_start=1)
+    full = []
+    for step in range(1, 121):
+        level = schedule.level(step)
+        full += [step] if level is Level.FULL else []
+        if schedule.due(step):
+            schedule.hear(schedule.tick + 1, result(step))
+        schedule.advance(step)
+    first = 40 + LAG + 1
+    assert full[:11] == [1, *range(first, first + 10)]
+
+
+def test_rank_0_decides_how_far_the_plan_is_thinned() -> None:
+    layout = unite([hello(layer("a"))] * 2)
+
+    def result(step: int) -> Reduced:
+        asked = [Contribution(step, 1, stride=4), Contribution(step, 1)]
+        return Reduced.of(layout, reduced(layout, asked))
+
+    schedule = Schedule(Plan(dense=0, every=5), first=1, phase_start=1)
+    due = pooled_steps(schedule, range(1, 62), result)
+    assert due == [1, 5, 10, 15, 20, 40, 60]
 
 
 def test_a_layer_that_is_not_pooled_stays_this_ranks_own() -> None:
@@ -291,7 +333,7 @@ def test_a_layer_that_is_not_pooled_stays_this_ranks_own() -> None:
     np.testing.assert_array_equal(merged.sums, reduced(layout, [seen]).sums)
     here = Observation("late", 1, {"entropy": np.ones(2, np.float32)}, 2)
     bad = FirstBad("late", 1, "q", 4)
-    record = Reduced(layout, merged).record(own(), [here], [bad, FirstBad("a", 0, "q", 4)])
+    record = Reduced.of(layout, merged).record(own(), [here], [bad, FirstBad("a", 0, "q", 4)])
     assert [(o.layer, o.layer_index, o.ranks) for o in record.observations] == [
         ("a", 0, 1),
         ("late", 2, 1),

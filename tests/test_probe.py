@@ -96,18 +96,69 @@ def test_micro_batches_pool_into_the_record_of_the_whole_batch() -> None:
 def test_levels_follow_the_plan_and_a_mark_makes_it_dense_again() -> None:
     sink = Recorder()
     model = Model(Attention())
-    plan = sp.Plan(dense=3, every=5, full_every=100)
+    plan = sp.Plan(dense=3, every=5, full_every=100, escalation=0)
     with sp.watch(model, sinks=[sink], plan=plan, strict=True) as probe:
         for step in range(1, 21):
             if step == 12:
                 probe.mark("longer context")
             train_step(model, probe)
     level = {r.step: r.level for r in sink.records}
-    measured = [s for s, lvl in level.items() if lvl is not Level.SENTINEL]
+    measured = [s for s, lvl in level.items() if lvl.whole]
     assert measured == [1, 2, 3, 5, 10, 12, 13, 14, 15, 20]
     assert [s for s, lvl in level.items() if lvl is Level.FULL] == [1, 12]
     assert [r.scalars.phase for r in sink.records] == [""] * 11 + ["longer context"] * 9
-    assert all(r.measured == (r.level is not Level.SENTINEL) for r in sink.records)
+    assert all(r.measured == r.level.whole for r in sink.records)
+
+
+def test_every_step_has_its_loss_a_bracket_and_one_heads_maximum() -> None:
+    sink, model = Recorder(), Model(Attention("sdpa"), Attention("torch.softmax"))
+    plan = sp.Plan(dense=0, escalation=0)
+    with sp.watch(model, sinks=[sink], plan=plan, strict=True) as probe:
+        for _ in range(25):
+            train_step(model, probe)
+    assert [r.step for r in sink.records if r.measured] == [1, 10, 20]
+    assert all(r.scalars.loss is not None for r in sink.records)
+    for record in sink.records:
+        for seen in record.observations:
+            assert (seen.sequences, seen.rows, seen.ranks) == (3, 36, 1)
+            low, high = (seen.values[f"max_logit_{end}"] for end in ("low", "high"))
+            assert (low <= high).all()
+            if record.measured:
+                assert "entropy" in seen.values
+                continue
+            turn = seen.values["rotating_max_logit"]
+            assert set(seen.values) == {"max_logit_low", "max_logit_high", "rotating_max_logit"}
+            here = np.flatnonzero(~np.isnan(turn)).tolist()
+            assert here == [record.step % len(turn)]
+    frame = probe.frame()
+    assert sorted(frame["step"].unique()) == list(range(1, 26))
+
+
+def test_one_sequence_a_step_is_a_class_of_its_own() -> None:
+    sink, model = Recorder(), Model(Attention())
+    with sp.watch(model, sinks=[sink], plan=sp.rotating(5), strict=True) as probe:
+        for _ in range(12):
+            train_step(model, probe)
+    classes = {r.step: {(o.sequences, o.rows) for o in r.observations} for r in sink.records}
+    assert {step for step, kinds in classes.items() if kinds == {(3, 36)}} == {1, 5, 10}
+    assert all(kinds in ({(3, 36)}, {(1, 12)}) for kinds in classes.values())
+
+
+def test_danger_is_measured_fully_from_the_next_step_on() -> None:
+    sink, model = Recorder(), Model(Attention())
+    plan, batch = sp.Plan(dense=0, every=5, full_every=10**6, escalation=4), tokens()
+    with sp.watch(model, sinks=[sink], plan=plan, rules=[], strict=True) as probe:
+        for step in range(1, 41):
+            if step == 18:
+                with torch.no_grad():
+                    model.blocks[0].attention.qkv.weight.mul_(12.0)
+            loss_of(model, batch)
+            probe.step()
+    full = [r.step for r in sink.records if r.level is Level.FULL]
+    # the bracket of step 18 tells; the danger of the measured steps after it keeps it up
+    assert full[:5] == [1, 19, 20, 21, 22]
+    assert full[1:] == list(range(19, full[-1] + 1))
+    assert full[-1] < 40
 
 
 def poison(model: nn.Module, where: str) -> None:

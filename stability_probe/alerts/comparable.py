@@ -28,6 +28,7 @@ class Kind:
     Attributes:
         statistic: the logit statistic that is read.
         sequences: sequences pooled into a sample; up to a factor of two is the same kind.
+        rows: query rows pooled into a sample, likewise; 0 where that is not known.
         ranks: ranks pooled into a sample.
         strangers: how many of the newest samples in a row were of another kind.
     """
@@ -35,21 +36,27 @@ class Kind:
     statistic: str
     sequences: int
     ranks: int
+    rows: int = 0
     strangers: int = 0
 
     def covers(self, observation: Observation) -> bool:
         """Whether an observation pools about as much as the layer's other samples."""
-        if observation.sequences == self.sequences and observation.ranks == self.ranks:
-            return True
-        few, many = sorted((observation.sequences, self.sequences))
-        return observation.ranks == self.ranks and many <= 2 * few
+        return (
+            observation.ranks == self.ranks
+            and _alike(observation.sequences, self.sequences)
+            and (not observation.rows or not self.rows or _alike(observation.rows, self.rows))
+        )
+
+
+def _alike(one: int, two: int) -> bool:
+    return one == two or max(one, two) <= 2 * min(one, two)
 
 
 def kind_of(observation: Observation) -> Kind | None:
     """The kind of an observation's logits; None where it has none."""
     for name in MAX_LOGIT:
         if _known(observation.values, name):
-            return Kind(name, observation.sequences, observation.ranks)
+            return Kind(name, observation.sequences, observation.ranks, observation.rows)
     return None
 
 

@@ -8,7 +8,7 @@ Shape suffixes: L layers, O layers in the newest record, H heads.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,7 @@ class History:
         step: the newest record's step.
         first: the first step of the run.
         start: the first step of the phase.
-        record: the newest record.
+        record: the newest record; without observations where it was not measured.
         measured: the newest record that was measured; None before the first of the phase.
         fresh_bad: the newest record's `first_bad` entries that no earlier record had.
         bad_at: the step of the newest record with a fresh entry of a forward that masking cannot
@@ -93,7 +93,9 @@ class History:
             self._restart(scalars)
         elif scalars.step <= self.step:
             self._rewind(scalars.step)
-        self.step, self.record = scalars.step, record
+        # bounds are no samples: a rule sees such a step as one that was not measured
+        self.step = scalars.step
+        self.record = record if record.measured else replace(record, observations=())
         self._train_loss.update(scalars.step, scalars.loss)
         self._eval_loss.update(scalars.step, scalars.eval_loss)
         self.loss_given |= scalars.loss is not None or scalars.eval_loss is not None

@@ -24,6 +24,7 @@ from stability_probe.capture import families as f
 from stability_probe.capture import provenance
 from stability_probe.capture.adapters.aten import read as read_kernel
 from stability_probe.capture.chunks import chunk_of
+from stability_probe.capture.graph import saved_lse
 from stability_probe.capture.kernels import KERNELS
 from stability_probe.capture.ledger import (
     Ledger,
@@ -149,6 +150,7 @@ class AttentionMode(TorchFunctionMode):
             causal=bool(given.get("is_causal", False)),
             scale=1 / math.sqrt(q.size(-1)) if scale is None else float(scale),
             output=out.detach(),
+            lse=saved_lse(out, q),
             dropout=float(given.get("dropout_p", 0.0)),
             dtype=out.dtype,
             heads=self._local.heads,

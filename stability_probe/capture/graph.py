@@ -43,6 +43,27 @@ def read_graph(output: object, since: int) -> list[Seen]:
     return [seen for _, seen in sorted(found, key=lambda pair: pair[0])]
 
 
+def saved_lse(output: torch.Tensor, q: torch.Tensor) -> torch.Tensor | None:
+    """The row log-sum-exp that PyTorch's kernel keeps for backward, [B, H, Q]; None: it has none.
+
+    Args:
+        output: what `scaled_dot_product_attention` has just returned.
+        q: its query.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return None
+    node: Any = output.grad_fn
+    for _ in range(_STEPS_TO_KERNEL):
+        if node is None or node.name() in _KERNEL_NODES:
+            break
+        node = next((following for following, _ in node.next_functions), None)
+    return None if node is None or node.name() not in _KERNEL_NODES else rows_of(_lse(node), q)
+
+
+def _lse(node: Any) -> torch.Tensor | None:
+    return getattr(node, "_saved_logsumexp", getattr(node, "_saved_log_sumexp", None))
+
+
 def _nodes(output: object, since: int) -> Iterator[Any]:
     """The nodes behind a module's output, down to where its forward began."""
     waiting: list[Any] = [t.grad_fn for t in tensors_in(output)]
@@ -71,7 +92,6 @@ def _read_kernel(node: Any) -> Seen:
     output = node._saved_output
     q, k, v = (t.detach() for t in (node._saved_query, node._saved_key, node._saved_value))
     bias = getattr(node, "_saved_attn_mask", getattr(node, "_saved_attn_bias", None))
-    lse = getattr(node, "_saved_logsumexp", getattr(node, "_saved_log_sumexp", None))
     scale = node._saved_scale
     return Seen(
         seam="graph",
@@ -83,7 +103,7 @@ def _read_kernel(node: Any) -> Seen:
         causal=bool(node._saved_is_causal),
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
         output=output.detach(),
-        lse=rows_of(lse, q),
+        lse=rows_of(_lse(node), q),
         dropout=float(node._saved_dropout_p),
         dtype=output.dtype,
     )
@@ -121,13 +141,17 @@ class _Kept(Mapping[str, Any]):
         return len(vars(self._node))
 
 
+_KERNEL_NODES = frozenset(
+    f"ScaledDotProduct{kernel}Backward0"
+    for kernel in (
+        *("FlashAttention", "EfficientAttention", "CudnnAttention"),
+        *("FlashAttentionForCpu", "FusedAttentionOverrideable"),
+    )
+)
+_STEPS_TO_KERNEL = 3  # a kernel may pad the head width: its output is then a slice
+
 _READERS: dict[str, Callable[[Any], Seen]] = {
-    **{
-        f"ScaledDotProduct{kernel}AttentionBackward0": _read_kernel
-        for kernel in ("Flash", "Efficient", "Cudnn")
-    },
-    "ScaledDotProductFlashAttentionForCpuBackward0": _read_kernel,
-    "ScaledDotProductFusedAttentionOverrideableBackward0": _read_kernel,
+    **dict.fromkeys(_KERNEL_NODES, _read_kernel),
     "FlashAttnFuncBackward": _read_flash,
     "FlashAttnVarlenFuncBackward": _read_packed_flash,
 }

@@ -78,7 +78,8 @@ def verify(
         v_HKE = _per_query_head(call.v_BGKE[0], p_HRK.shape[0]).float()
         rebuilt_HRE = p_HRK.masked_fill(~live_HR1, 0.0) @ v_HKE
         against = "output" if dropout == 0 else "reissued"
-        found.append(_compared(against, rebuilt_HRE, output_HQE[:, ::step], live_HR1))
+        rebuilt = _compared(against, rebuilt_HRE, output_HQE[:, ::step], live_HR1)
+        found.insert(0 if call.seam == "sdpa" else len(found), rebuilt)
     if not found:
         raise ValueError("got neither weights nor values and output to compare with")
     return _worst(found)

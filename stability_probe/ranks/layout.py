@@ -49,14 +49,14 @@ class Hello:
     """What a rank says of itself before anything is pooled."""
 
     layers: tuple[LocalLayer, ...]
-    plan: tuple[int, int, int]
+    plan: str  # what it would do differently is written differently
     phase_start: int
     content: str = CONTENT
 
     @classmethod
     def of(cls, layers: Sequence[LocalLayer], plan: Plan, phase_start: int) -> Hello:
         """For a rank that measures by this plan, in a phase that began at this step."""
-        return cls(tuple(layers), (plan.dense, plan.every, plan.full_every), phase_start)
+        return cls(tuple(layers), repr(plan), phase_start)
 
     def encode(self) -> bytes:
         """As compressed JSON."""
@@ -72,8 +72,7 @@ class Hello:
         try:
             d = json.loads(zlib.decompress(data))
             layers = tuple(LocalLayer(**layer) for layer in d["layers"])
-            dense, every, full_every = d["plan"]
-            return cls(layers, (dense, every, full_every), int(d["phase_start"]), d["content"])
+            return cls(layers, str(d["plan"]), int(d["phase_start"]), d["content"])
         except (zlib.error, ValueError, TypeError, KeyError) as error:
             raise LayoutError(f"a rank's layout cannot be read ({error!r})") from error
 

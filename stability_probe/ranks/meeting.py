@@ -32,6 +32,7 @@ class Met:
     layout: Layout
     first: int  # step from which on they pool
     world: int
+    rank: int
 
 
 def is_one_of_many() -> bool:
@@ -90,4 +91,5 @@ class Meeting:
     def _meet(self, channel: Channel) -> Met:
         hellos = [Hello.decode(data) for data in channel.exchange(self._hello.encode())]
         layout = unite(hellos)
-        return Met(channel, layout, channel.largest(self.step) + MARGIN, self.world)
+        first = channel.largest(self.step) + MARGIN
+        return Met(channel, layout, first, self.world, dist.get_rank())

@@ -51,8 +51,7 @@ class RankPool:
         self._due = False  # whether the step that is under way is pooled
         self._bad: list[Measurement] = []
         self._queue: deque[Queued] = deque()
-        self._sent: deque[tuple[int, Ticket, Pending]] = deque()
-        self._index = self._taken = 0  # pooled steps that ended, and whose results came
+        self._sent: deque[tuple[Queued, Pending]] = deque()
 
     # What the probe asks
 
@@ -64,7 +63,7 @@ class RankPool:
     def level(self, step: int) -> Level | None:
         """What to measure at the next step, `step`; None where this rank decides alone."""
         level = None if self.met is None else self._schedule.level(step)
-        self._due = level not in (None, Level.SENTINEL)
+        self._due = level is not None and level.whole
         return level
 
     @property
@@ -87,9 +86,19 @@ class RankPool:
         step: int,
         measurement: Measurement,
         numbers: Mapping[str, HostCopy],
+        *,
         phase_start: int,
+        stride: int,
     ) -> Ticket | None:
-        """Ends a step; never waits. A ticket where its record is to come from all ranks."""
+        """Ends a step; never waits. A ticket where its record is to come from all ranks.
+
+        Args:
+            step: the step.
+            measurement: this rank's.
+            numbers: loss and so on.
+            phase_start: first step of the newest phase that this rank knows of.
+            stride: how far this rank would thin the plan; that of rank 0 counts.
+        """
         if self.met is None:
             return None
         if measurement.bad:
@@ -97,7 +106,9 @@ class RankPool:
         self._note_strangers(step, self.met.layout, measurement)
         ticket = Ticket() if self._due else None
         if ticket is not None:
-            self._send(step, phase_start, ticket, measurement, numbers)
+            stride = stride if self.met.rank == 0 else 0
+            self._send(step, phase_start, ticket, measurement, numbers, stride=stride)
+        self._schedule.advance(step)
         self._advance()
         return ticket
 
@@ -162,6 +173,7 @@ class RankPool:
         for ended in self._ended:
             if self._schedule.due(ended) and self.met is not None:
                 self._send(ended, met.layout.phase_start, Ticket(), None, {})
+            self._schedule.advance(ended)
         self._advance()
 
     def _note_strangers(self, step: int, layout: Layout, measurement: Measurement) -> None:
@@ -181,12 +193,15 @@ class RankPool:
         ticket: Ticket,
         measurement: Measurement | None,
         numbers: Mapping[str, HostCopy],
+        *,
+        stride: int = 0,
     ) -> None:
-        self._index += 1
         bad, self._bad = tuple(self._bad), []
         seen = bad if measurement is None or measurement.bad else (*bad, measurement)
-        self._queue.append(Queued(step, phase_start, ticket, measurement, numbers, seen))
-        self._schedule.advance(self._index, step)
+        tick = self._schedule.tick + 1
+        self._queue.append(
+            Queued(step, tick, phase_start, stride, ticket, measurement, numbers, seen)
+        )
 
     def _advance(self, *, force: bool = False) -> None:
         """Sends what is on the host, and takes the results that have come."""
@@ -201,15 +216,15 @@ class RankPool:
                 self._give_up(queued.step, f"sending failed ({_first_line(error)})")
                 return
             self._queue.popleft()
-            self._sent.append((queued.step, queued.ticket, pending))
-        while self.met is not None and self._sent and self._sent[0][2].done:
+            self._sent.append((queued, pending))
+        while self.met is not None and self._sent and self._sent[0][1].done:
             self._take(self.met, *self._sent.popleft())
-        if self.met is not None and self._index - self._taken > LAG:
-            step = self._sent[0][0] if self._sent else self._queue[0].step
-            self._give_up(step, f"a rank is more than {LAG} measured steps behind")
+        oldest = self._sent[0][0] if self._sent else self._queue[0] if self._queue else None
+        if self.met is not None and oldest and oldest.tick <= self._schedule.tick - LAG + 1:
+            self._give_up(oldest.step, f"a rank is more than {LAG} steps behind")
 
-    def _take(self, met: Met, step: int, ticket: Ticket, pending: Pending) -> None:
-        self._taken += 1
+    def _take(self, met: Met, queued: Queued, pending: Pending) -> None:
+        step, ticket = queued.step, queued.ticket
         try:
             merged = unpack(met.layout, *pending.result())
         except Exception as error:  # gloo raises what its transport gives it
@@ -221,13 +236,14 @@ class RankPool:
             ticket.give(None)
             self._give_up(step, f"ranks are at different steps ({first} and {last})")
             return
-        self._schedule.hear(self._taken, merged.phase_start)
-        ticket.give(Reduced(met.layout, merged))
+        reduced = Reduced.of(met.layout, merged)
+        self._schedule.hear(queued.tick, reduced)
+        ticket.give(reduced)
 
     def _give_up(self, step: int, why: str) -> None:
         """For good: ranks that disagree once cannot know what the others think."""
-        for _, ticket, _ in self._sent:
-            ticket.give(None)
+        for queued, _ in self._sent:
+            queued.ticket.give(None)
         for queued in self._queue:
             queued.ticket.give(None)
         if self.met is not None and not self._sent:

@@ -29,7 +29,9 @@ class Queued:
     """A step to be pooled whose numbers may still be on their way to the host."""
 
     step: int
+    tick: int  # of the schedule
     phase_start: int
+    stride: int
     ticket: Ticket
     measurement: Measurement | None = None
     numbers: Mapping[str, HostCopy] | None = None
@@ -48,6 +50,7 @@ class Queued:
         return Contribution(
             step=self.step,
             phase_start=self.phase_start,
+            stride=self.stride,
             full=measured is not None and measured.level is Level.FULL,
             numbers={name: float(copy.numpy()) for name, copy in (self.numbers or {}).items()},
             parts=[

@@ -39,7 +39,7 @@ class RowLabels:
     columns: tuple[pa.Array, ...]  # `IDENTITY` after the step
 
 
-_label = attrgetter("layer", "layer_index", "sequences", "ranks")
+_label = attrgetter("layer", "layer_index", "sequences", "ranks", "rows")
 
 
 def label_key(observations: Sequence[Observation], level: Level) -> tuple[object, ...]:
@@ -68,6 +68,7 @@ def label_rows(
         "layer_index": [o.layer_index for o in observations],
         "sequences": [o.sequences for o in observations],
         "ranks": [o.ranks for o in observations],
+        "query_rows": [o.rows for o in observations],
     }
     labels = {name: np.repeat(of, rows) for name, of in per_observation.items()}
     labels["head"] = np.concatenate([np.arange(n) if n else [-1] for n in heads])

@@ -57,6 +57,7 @@ IDENTITY: Mapping[str, pa.DataType] = {
     "head": pa.int16(),
     "sequences": pa.int32(),
     "ranks": pa.int32(),
+    "query_rows": pa.int64(),
     "level": pa.int8(),
 }
 VERSION_KEY = b"stability_probe.schema_version"

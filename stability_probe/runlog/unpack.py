@@ -141,7 +141,7 @@ def observations(
     names = head.statistics if place.statistics is None else place.statistics
     columns = {name: statistic(batch, name) for name in names if name in head.statistics}
     layer_R, head_R = label(batch, "layer"), label(batch, "head")
-    sequences_R, ranks_R = label(batch, "sequences"), label(batch, "ranks")
+    sequences_R, ranks_R, rows_R = (label(batch, n) for n in ("sequences", "ranks", "query_rows"))
     return tuple(
         Observation(
             layer=head.layers[layer_R[rows.start]][1],
@@ -149,6 +149,7 @@ def observations(
             values=_values(columns, rows, number, place, empty=head_R[rows.start] < 0),
             sequences=int(sequences_R[rows.start]),
             ranks=int(ranks_R[rows.start]),
+            rows=int(rows_R[rows.start]),
         )
         for number, rows in enumerate(_runs(head_R))
     )

@@ -45,7 +45,8 @@ def digest(record: StepRecord, *, tags: Mapping[tuple[str, int], ScalarTag]) -> 
         record: The step.
         tags: The layers' series, by (statistic, layer index); others are left out.
     """
-    scalars, observations = record.scalars, record.observations
+    scalars = record.scalars
+    observations = record.observations if record.measured else ()
     yield overview_tag("loss"), scalars.loss, "mean"
     yield overview_tag("loss_max"), scalars.loss, "max"
     yield overview_tag("grad_norm"), scalars.grad_norm, "max"

@@ -18,9 +18,11 @@ from stability_probe.stats.accumulators import (
     PEAK,
     ROW_SUMS,
     Accumulators,
+    merging,
     pack,
     sum_dtype,
 )
+from stability_probe.stats.bounds import bracket
 from stability_probe.stats.catalogue import HISTOGRAM_BINS
 from stability_probe.stats.peak import peak_of
 from stability_probe.stats.precision import count_nonfinite, full_float32, rounds_to_one
@@ -79,6 +81,7 @@ def _reduce(
     maxima["fp16_scores"] = one_H * (not call.fused and _score_dtype(call) == torch.float16)
     sums["rows"] = one_H * (sizes.B * sizes.Q)
     _add_norms(call, maxima, sums)
+    _add_bounds(call, maxima)
     _add_values(call, bad, rows_BHQ["visible"], sums)
     _add_input(call, sums)
     if call.q_BHQD is not None and call.k_BGKD is not None:
@@ -159,6 +162,18 @@ def _add_norms(call: AttentionCall, maxima: dict[str, Tensor], sums: dict[str, T
         maxima[f"{name}_norm"] = _per_head(call, _largest(torch.where(known, norm, -INF)))
         sums[f"{name}_norm"] = _per_head(call, _sum(torch.where(known, norm, 0.0)))
         sums[f"{name}_rows"] = _per_head(call, _sum(known))
+
+
+def _add_bounds(call: AttentionCall, maxima: dict[str, Tensor]) -> None:
+    """The bracket of the largest score, wide enough for the statistics that are measured here."""
+    reach_H = None
+    if call.q_BHQD is not None and call.k_BGKD is not None:
+        sizes = sizes_of(call)
+        scale = scale_of(call, sizes, call.q_BHQD.device).abs().amax(0, keepdim=True)
+        scale_H = scale.expand(1, sizes.G, sizes.R, 1, 1).flatten()
+        reach_H = scale_H * maxima["q_norm"] * maxima["k_norm"]
+    bounds = bracket(call, reach_H=reach_H)
+    maxima["low"], maxima["high"] = merging(bounds.low_H, bounds.high_H)
 
 
 def _add_values(

@@ -18,6 +18,8 @@ INF = float("inf")
 MAXIMA = (
     "largest",
     "raw_largest",
+    "low",  # bounds on the largest score: -inf, +inf where they are not known
+    "high",
     "lse",
     "top_weight",
     "product",  # |q.k| before the scale
@@ -94,6 +96,14 @@ def pack(
 def sum_dtype(device: torch.device) -> torch.dtype:
     """In what sums are kept: float64, where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def merging(low_H: Tensor, high_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds on a maximum so that they merge by maximum: not known (NaN) is -inf, and +inf."""
+    return (
+        torch.nan_to_num(low_H, nan=-INF, posinf=INF, neginf=-INF),
+        torch.nan_to_num(high_H, nan=INF, posinf=INF, neginf=-INF),
+    )
 
 
 def _stack(names: Sequence[str], values: Mapping[str, Tensor], absent: Tensor) -> Tensor:

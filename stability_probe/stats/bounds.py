@@ -79,11 +79,11 @@ def bracket(call: AttentionCall, *, reach_H: Tensor | None = None) -> Bracket:
         reach_H: an upper bound of |scale| |q| |k| over each head's pairs, as `reach` gives it.
 
     Returns:
-        Float32 [H]. Rows whose log-sum-exp or largest score is not finite are left out, as are
-        queries and keys that are NaN. NaN where there is no row, or no certificate: without
-        log-sum-exp and scores both ends where an additive mask or a function changes the scores,
-        the lower end where a mask hides keys; and the lower end wherever a masked key could be
-        what was found.
+        Float32 [H]. NaN where there is no row, or no certificate: the upper end where a row's
+        log-sum-exp or largest score is NaN or +inf, because the row's other scores are not known
+        (queries and keys that are NaN are left out); without log-sum-exp and scores both ends
+        where an additive mask or a function changes the scores, the lower end where a mask hides
+        keys; and the lower end wherever a masked key could be what was found.
 
     Raises:
         ValueError: the call has neither q and k nor scores.
@@ -128,13 +128,13 @@ def _from_lse(
     call: AttentionCall, lse_BHQ: Tensor, sizes: Sizes, reach_H: Tensor | None
 ) -> Bracket:
     """From the kernel's log-sum-exp; n is at most the keys before the causal edge."""
-    rows_BHQ = lse_BHQ.to(torch.float32).nan_to_num(nan=-_INF, posinf=-_INF, neginf=-_INF)
-    rows_HQ = rows_BHQ.amax(0)  # n is the same for every sequence
+    high_HQ = lse_BHQ.to(torch.float32).amax(0)  # n is the same for every sequence
+    low_HQ = _known(lse_BHQ.to(torch.float32)).amax(0)
+    high_H = high_HQ.amax(-1)
     if call.causal:
-        low_HQ, high_HQ = lse_bracket(rows_HQ, _visible(sizes, rows_HQ.device))
-        low_H, high_H = low_HQ.amax(-1), high_HQ.amax(-1)
+        low_H = lse_bracket(low_HQ, _visible(sizes, low_HQ.device))[0].amax(-1)
     else:
-        low_H, high_H = lse_bracket(rows_HQ.amax(-1), float(sizes.K))
+        low_H = lse_bracket(low_HQ.amax(-1), float(sizes.K))[0]
     # both ends come from log-sum-exps between high - ln K and high
     slack_H = high_H.abs().mul_(_LSE_ULPS * _EPS).add_((sizes.K + _EXP_ULPS) * _EPS)
     if reach_H is not None and call.q_BHQD is not None:
@@ -151,9 +151,12 @@ def _visible(sizes: Sizes, device: torch.device) -> Tensor:
 def _from_scores(call: AttentionCall, scores_BHQK: Tensor, reach_H: Tensor | None) -> Bracket:
     """From the scores themselves: exact."""
     rows_BHQ = scores_BHQK.amax(-1).to(torch.float32)
-    rows_BHQ.nan_to_num_(nan=-_INF, posinf=-_INF, neginf=-_INF)
-    top_H = rows_BHQ.amax((0, 2))
-    return _certain(call, top_H, top_H, reach_H)
+    return _certain(call, _known(rows_BHQ).amax((0, 2)), rows_BHQ.amax((0, 2)), reach_H)
+
+
+def _known(rows: Tensor) -> Tensor:
+    """-inf in rows that hold a score that is not finite: of their other scores nothing is known."""
+    return rows.nan_to_num(nan=-_INF, posinf=-_INF, neginf=-_INF)
 
 
 def _certain(call: AttentionCall, low_H: Tensor, high_H: Tensor, reach_H: Tensor | None) -> Bracket:
@@ -162,8 +165,7 @@ def _certain(call: AttentionCall, low_H: Tensor, high_H: Tensor, reach_H: Tensor
     What was found is the largest score over all keys that a finite mask left in. A key under an
     additive mask scores at most `MASKED_BIAS` + |scale q.k|, so what is above that is visible.
     """
-    none_H = high_H - high_H  # 0, or NaN where there was no row
-    low_H, high_H = low_H + none_H, high_H + none_H
+    low_H, high_H = low_H + (low_H - low_H), high_H + (high_H - high_H)  # NaN where not finite
     ceiling = _masked_ceiling(call, reach_H)
     if ceiling is not None:
         low_H = torch.where(low_H > ceiling, low_H, _NAN)

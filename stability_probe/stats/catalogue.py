@@ -38,6 +38,7 @@ class Statistic:
         not_measured: what it is blind to, or is mistaken for.
         scope: "head", or "layer" where all heads carry the same value.
         default: whether every measured step stores it.
+        between: whether the steps between measured ones store it too, or instead.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Statistic:
     not_measured: str = ""
     scope: Scope = "head"
     default: bool = False
+    between: bool = False
 
 
 _ZHAI = "Zhai et al. 2023, arXiv:2303.06296"
@@ -98,6 +100,42 @@ _LOGITS = (
         _DEHGHANI,
         "Whether the size comes from q.k or from a bias: compare qk_abs_max_logit.",
         default=True,
+    ),
+    Statistic(
+        "max_logit_low",
+        "",
+        "max",
+        "up",
+        "Certified lower bound of max_logit without a look at the scores: from the kernel's own "
+        "log-sum-exp, else from the mean key.",
+        "",
+        "Large negative scores. It is loose while logits are small: a third of the maximum or "
+        "less; at a maximum in the hundreds it is within a percent.",
+        default=True,
+        between=True,
+    ),
+    Statistic(
+        "max_logit_high",
+        "",
+        "max",
+        "up",
+        "Certified upper bound of max_logit without a look at the scores: the largest log-sum-exp "
+        "of a row, else by the norms of queries and keys (Cauchy-Schwarz).",
+        "",
+        "Large negative scores. See max_logit_low.",
+        default=True,
+        between=True,
+    ),
+    Statistic(
+        "rotating_max_logit",
+        "",
+        "max",
+        "up",
+        "qk_abs_max_logit of one sequence, for the query heads of the key head whose turn it is at "
+        "the step; absent in the others.",
+        _DEHGHANI,
+        "Other sequences, so it may lie far below qk_abs_max_logit of the whole batch.",
+        between=True,
     ),
     Statistic(
         "lse_max",
@@ -454,6 +492,12 @@ CATALOGUE: Mapping[str, Statistic] = MappingProxyType(
 
 DEFAULT_SET: tuple[str, ...] = tuple(s.name for s in CATALOGUE.values() if s.default)
 """The statistics that every measured step stores."""
+
+BETWEEN_SET: tuple[str, ...] = tuple(s.name for s in CATALOGUE.values() if s.between)
+"""The statistics of the steps between measured ones."""
+
+EXACT_SET: tuple[str, ...] = tuple(s.name for s in CATALOGUE.values() if s.default or not s.between)
+"""Every statistic of a call as a whole."""
 
 MAX_LOGIT: tuple[str, ...] = ("qk_abs_max_logit", "abs_max_logit", "max_logit")
 """The largest logit, by preference: rules and pictures read the first that a layer has."""

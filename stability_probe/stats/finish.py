@@ -16,7 +16,7 @@ from stability_probe.stats.accumulators import (
     TENSORS,
     Accumulators,
 )
-from stability_probe.stats.catalogue import CATALOGUE, DEFAULT_SET, HISTOGRAM_BINS
+from stability_probe.stats.catalogue import DEFAULT_SET, EXACT_SET, HISTOGRAM_BINS
 from stability_probe.stats.precision import FLOAT16_MAX
 
 _NAN = float("nan")
@@ -28,7 +28,8 @@ def finish(acc: Accumulators, *, full: bool) -> dict[str, Tensor]:
 
     Args:
         acc: of one layer, or of many side by side.
-        full: the whole catalogue, else its default set. Say what `accumulate` was told.
+        full: all that the catalogue says of whole calls, else its default set. Say what
+            `accumulate` was told.
 
     Returns:
         float32 [heads] on the accumulators' device; `entropy_hist` is [heads, 16]. NaN where
@@ -40,7 +41,7 @@ def finish(acc: Accumulators, *, full: bool) -> dict[str, Tensor]:
     values = _default(maxima, minima, sums)
     if full:
         values |= _more(maxima, minima, sums) | dict(zip(PEAK, acc.peak, strict=True))
-    names = tuple(CATALOGUE) if full else DEFAULT_SET
+    names = EXACT_SET if full else DEFAULT_SET
     return {name: values[name].to(torch.float32) for name in names}
 
 
@@ -53,6 +54,8 @@ def _default(
     return {
         "qk_abs_max_logit": torch.maximum(maxima["raw_largest"], -minima["raw_smallest"]),
         "abs_max_logit": torch.maximum(maxima["largest"], -minima["smallest"]),
+        "max_logit_low": maxima["low"],
+        "max_logit_high": torch.where(maxima["high"] == INF, _NAN, maxima["high"]),
         "logit_gap": sums["gap"] / rows,
         "entropy": sums["entropy"] / rows,
         "entropy_ratio": sums["entropy_ratio"] / rows,

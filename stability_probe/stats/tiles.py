@@ -96,14 +96,24 @@ def sizes_of(call: AttentionCall) -> Sizes:
     return Sizes(B, H, 1, Q, K)
 
 
-def cut(sizes: Sizes, *, causal: bool, device_type: str) -> Iterator[Tile]:
-    """Tiles that together hold every row once, each small enough to stay in cache."""
+def cut(
+    sizes: Sizes, *, causal: bool, device_type: str, causal_rows: int | None = None
+) -> Iterator[Tile]:
+    """Tiles that together hold every row once, each small enough to stay in cache.
+
+    Args:
+        sizes: of the call.
+        causal: whether keys end at the causal edge of a tile.
+        device_type: as `torch.device.type` gives it.
+        causal_rows: the most queries of a causal tile; None for what is best for whole calls.
+    """
     B, G, R, Q, K = sizes.B, sizes.G, sizes.R, sizes.Q, sizes.K
     cpu = device_type == "cpu"
     budget = _CPU_TILE if cpu else _DEVICE_TILE
     rows = min(Q, max(16, budget // (R * K)))
     if causal:
-        rows = min(rows, max(16, (_CPU_CAUSAL_ROWS if cpu else _DEVICE_CAUSAL_ROWS) // R))
+        most = causal_rows or (_CPU_CAUSAL_ROWS if cpu else _DEVICE_CAUSAL_ROWS)
+        rows = min(rows, max(16, most // R))
     for start in range(0, Q, rows):
         query = slice(start, min(start + rows, Q))
         keys = min(query.stop, K) if causal else K

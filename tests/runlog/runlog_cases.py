@@ -28,6 +28,7 @@ from stability_probe.stats.catalogue import CATALOGUE, DEFAULT_SET
 SPECIAL = np.array(
     [np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-45, -1e-45, 3.4028235e38, 65504.0], np.float32
 )
+WRITTEN = ("qk_abs_max_logit", "logit_gap", "entropy", "entropy_ratio")
 HEADER = RunHeader(
     created=1.5,
     layers=(LayerInfo("blocks.0.attn", 0, 4, "sdpa", "Attention"), LayerInfo("b.1", 1, 2)),
@@ -44,7 +45,7 @@ def record(step: int, *, layers: int = 2, heads: int = 3, measured: bool = True)
         Observation(
             f"blocks.{i}.attn",
             i,
-            {name: rng.normal(size=heads).astype(np.float32) for name in DEFAULT_SET[:4]},
+            {name: rng.normal(size=heads).astype(np.float32) for name in WRITTEN},
             sequences=8,
         )
         for i in range(layers)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runlog_cases import (
     HEADER,
+    WRITTEN,
     alerts,
     assert_same,
     record,
@@ -37,7 +38,7 @@ from stability_probe.runlog import RunWriter, load
 from stability_probe.runlog.lines import _ALERT, decode_line, encode_alert, encode_step
 from stability_probe.runlog.schema import decode_header, encode_header
 from stability_probe.runlog.write import MAX_STREAMS
-from stability_probe.stats.catalogue import CATALOGUE, DEFAULT_SET
+from stability_probe.stats.catalogue import CATALOGUE
 
 
 def write(path: Path, events: list[StepRecord | Alert], header: RunHeader = HEADER) -> RunWriter:
@@ -140,7 +141,7 @@ def test_plain_arrow_reads_the_same_numbers(tmp_path: Path) -> None:
     assert table["head"].to_pylist() == [0, 1, 2] * 10
     assert table["layer_index"].to_pylist() == [0, 0, 0, 1, 1, 1] * 5
     assert set(table["sequences"].to_pylist()) == {8}
-    for name in DEFAULT_SET[:4]:
+    for name in WRITTEN:
         expected = np.concatenate([o.values[name] for r in records for o in r.observations])
         assert same_values(table[name].to_numpy(), expected)
     assert load(tmp_path).frame()["entropy"].equals(table["entropy"].to_pandas())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,9 +16,6 @@ from stability_probe.stats.accumulate import accumulate
 from stability_probe.stats.bounds import (
     Bracket,
     bracket,
-    entropy_floor,
-    lse_bracket,
-    purity_bracket,
     reach,
 )
 from stability_probe.stats.finish import finish

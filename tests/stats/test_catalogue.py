@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from stability_probe.stats.catalogue import (
+    BETWEEN_SET,
     CATALOGUE,
     DEFAULT_SET,
+    EXACT_SET,
     Danger,
     Pooling,
     Scope,
@@ -23,7 +25,8 @@ from stability_probe.stats.measure import measure
 
 def test_it_lists_exactly_what_measure_gives():
     values = measure(torch.randn(2, 3, 4), torch.randn(2, 3, 4))
-    assert tuple(values) == tuple(CATALOGUE)
+    assert tuple(values) == EXACT_SET
+    assert set(CATALOGUE) == {*EXACT_SET, *BETWEEN_SET}
 
 
 @pytest.mark.parametrize("statistic", CATALOGUE.values(), ids=CATALOGUE.keys())
@@ -41,7 +44,7 @@ def test_the_default_set():
     assert set(DEFAULT_SET) == {
         *("qk_abs_max_logit", "abs_max_logit", "logit_gap", "entropy", "entropy_ratio"),
         *("softmax_slope", "jacobian_trace", "q_norm_max", "k_norm_max", "fp16_headroom_log2"),
-        *("fp16_scores", "nonfinite"),
+        *("fp16_scores", "nonfinite", "max_logit_low", "max_logit_high"),
     }
 
 

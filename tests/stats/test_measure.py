@@ -8,7 +8,7 @@ import torch
 from dense_oracle import statistics
 
 from stability_probe.errors import ShapeError
-from stability_probe.stats.catalogue import CATALOGUE
+from stability_probe.stats.catalogue import EXACT_SET
 from stability_probe.stats.measure import measure
 
 LESSON = {  # weight scale: max |logit|, top weight, entropy, mean softmax slope
@@ -53,7 +53,7 @@ def test_batch_and_heads_may_be_left_out(shape: tuple[int, ...], heads: int):
     q, k = torch.randn(shape), torch.randn(shape)
     got = measure(q, k, rows=True)
     want = statistics(*(x.view(-1, heads, 5, 4) for x in (q, k)), scale=0.5)
-    assert set(got) == {*CATALOGUE, "row_entropy"}
+    assert set(got) == {*EXACT_SET, "row_entropy"}
     for name, values in got.items():
         assert values.dtype == torch.float32
         tail = {"entropy_hist": (16,)}.get(name, ())
