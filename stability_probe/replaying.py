@@ -61,9 +61,9 @@ def replay(
             repeated over its rows, may come `loss`, `grad_norm`, `eval_loss`, `learning_rate`,
             `skipped` and `phase`; per layer `layer_index`, `sequences`, `ranks` and `query_rows`.
             A row without layer and head gives the scalars of a step that was not measured. An
-            empty statistic is absent. In a float column of losses NaN means not given; to say that a
-            loss really was NaN, use a column that tells the two apart (dtype object, where None
-            is not given).
+            empty statistic is absent. In a float column of losses NaN means not given; to say
+            that a loss really was NaN, use a column that tells the two apart (dtype object,
+            where None is not given).
         rules: the rules to judge by; None for the stock rules.
 
     Raises:
