@@ -5,22 +5,50 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 import stability_probe as sp
 from stability_probe.alerts.stock import stock_rules
 from stability_probe.cli import _parser
+from stability_probe.header import run_header
+from stability_probe.stats.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_statistics_table_is_the_catalogue() -> None:
+def tables() -> ModuleType:
     spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
     assert spec is not None
     assert spec.loader is not None
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
-    assert tables.statistics_table() in README, "run: python docs/tables.py"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_statistics_table_is_the_catalogue() -> None:
+    assert tables().statistics_table() in README, "run: python docs/tables.py"
+
+
+def test_the_page_on_statistics_is_the_catalogue() -> None:
+    page = (ROOT / "docs" / "statistics.md").read_text()
+    assert page == tables().statistics_page(), "run: python docs/tables.py"
+    rows = dict(re.findall(r"^\| \*{0,2}`(\w+)`\*{0,2} \|(.*)\|$", page, re.MULTILINE))
+    assert list(rows) == list(CATALOGUE)
+    for name, about in CATALOGUE.items():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", rows[name])]
+        assert cells[0] == (about.unit or "-")
+        assert cells[1] == about.pooling
+        assert cells[4:] == [about.not_measured.replace("|", r"\|") or "-", about.source or "-"]
+        assert cells[3].startswith(about.meaning.replace("|", r"\|"))
+        assert f"| **`{name}`** |" in page or not about.default
+
+
+def test_a_run_s_header_takes_its_statistics_from_the_catalogue() -> None:
+    header = run_header((), sp.Plan(), created=0.0)
+    assert {
+        name: (s["unit"], s["pooling"], s["danger"]) for name, s in header.statistics.items()
+    } == {s.name: (s.unit, s.pooling, s.danger) for s in CATALOGUE.values()}
 
 
 def test_every_rule_is_in_the_readme() -> None:

@@ -14,21 +14,32 @@ from types import MappingProxyType
 
 from stability_probe.records import LayerInfo, Severity
 from stability_probe.sinks.window import Fold
-from stability_probe.stats.catalogue import CATALOGUE
+from stability_probe.stats.catalogue import CATALOGUE, MAX_LOGIT, Statistic
 
 MAX_TAGS = 200
 
-# The first that a layer has is "the" largest logit: before bias and soft-cap, where known.
-
 _SINCE = "since the last point"
+
+
+def _named(entry: Statistic) -> str:
+    return f"{entry.name} ({entry.unit})" if entry.unit else entry.name
+
+
+def _of(statistic: str, which: str) -> str:
+    """What a statistic says, folded over the whole model."""
+    entry = CATALOGUE[statistic]
+    return f"{_named(entry)}, {which} of any layer {_SINCE}. {entry.meaning}"
+
+
 OVERVIEW: Mapping[str, str] = MappingProxyType(
     {
-        "max_logit": f"Largest attention logit of any head {_SINCE}. Growth is the danger.",
-        "logit_gap_max": f"Largest gap between the top and the mean logit of any head {_SINCE}.",
-        "entropy_ratio_min": f"Entropy / ln(visible keys), lowest head {_SINCE}: 0 is collapse.",
-        "entropy_ratio_median": f"Entropy / ln(visible keys), median head, lowest {_SINCE}.",
-        "softmax_slope_min": f"Mean p(1-p), lowest head {_SINCE}: 0 lets no gradient through.",
-        "fp16_headroom_log2_min": f"Doublings left before float16 overflows, lowest {_SINCE}.",
+        "max_logit": _of(MAX_LOGIT[0], "largest head")
+        + f" Where a layer has none: {', '.join(MAX_LOGIT[1:])}, whichever it has first.",
+        "logit_gap_max": _of("logit_gap", "largest head"),
+        "entropy_ratio_min": _of("entropy_ratio", "lowest head"),
+        "entropy_ratio_median": _of("entropy_ratio", "lowest median head"),
+        "softmax_slope_min": _of("softmax_slope", "lowest head"),
+        "fp16_headroom_log2_min": _of("fp16_headroom_log2", "lowest head"),
         "nonfinite_steps_total": "Steps so far with a NaN or an infinity in attention, the loss "
         "or the gradient norm (steps that a gradient scaler skipped apart).",
         "alerts_total": "Alerts so far. It only grows, so no thinning can hide one.",
@@ -100,11 +111,10 @@ def layer_tags(layers: Iterable[LayerInfo]) -> dict[tuple[str, int], ScalarTag]:
 def _layer_tag(statistic: str, layer: LayerInfo) -> ScalarTag:
     entry = CATALOGUE[statistic]
     fold = fold_of(statistic)
-    unit = f" ({entry.unit})" if entry.unit else ""
     return ScalarTag(
         name=f"stability.{statistic}/layer.{layer.index}",
         fold=fold,
-        description=f"`{layer.name}`: {statistic}{unit}, {_WORDS[fold]} over the layer's heads "
+        description=f"`{layer.name}`: {_named(entry)}, {_WORDS[fold]} over the layer's heads "
         f"{_SINCE}. {entry.meaning}",
     )
 

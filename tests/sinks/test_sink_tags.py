@@ -54,6 +54,24 @@ def test_statistics_go_before_layers() -> None:
     assert len(indices) == 92
 
 
+def test_what_a_tag_says_of_a_statistic_is_the_catalogue_s() -> None:
+    of_statistics = {
+        "max_logit": "qk_abs_max_logit",
+        "logit_gap_max": "logit_gap",
+        "entropy_ratio_min": "entropy_ratio",
+        "entropy_ratio_median": "entropy_ratio",
+        "softmax_slope_min": "softmax_slope",
+        "fp16_headroom_log2_min": "fp16_headroom_log2",
+    }
+    for tag, name in of_statistics.items():
+        assert OVERVIEW[tag].startswith(name)
+        assert CATALOGUE[name].meaning in OVERVIEW[tag]
+    for (name, _), tag in layer_tags(model(3)).items():
+        entry = CATALOGUE[name]
+        assert tag.description.endswith(entry.meaning)
+        assert f"{name} ({entry.unit})" in tag.description or not entry.unit
+
+
 def test_the_overview_fits_one_page_of_cards() -> None:
     assert len(OVERVIEW) <= 12
 

@@ -355,7 +355,8 @@ def test_descriptions_come_from_the_catalogue(tmp_path: Path) -> None:
     assert "blocks.1.attn" in metadata.summary_description
     assert "largest over" in metadata.summary_description
     assert metadata.plugin_data.plugin_name == "scalars"
-    assert "Largest" in read(tmp_path).SummaryMetadata("stability/max_logit").summary_description
+    overview = read(tmp_path).SummaryMetadata("stability/max_logit").summary_description
+    assert CATALOGUE["qk_abs_max_logit"].meaning in overview
 
 
 def resumed_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import calls
@@ -166,7 +167,7 @@ def test_the_log_sum_exp_of_a_kernel_itself(dtype: torch.dtype, kind: str, causa
         g = torch.Generator().manual_seed(0)
         q, k = vectors(kind, size, (2, 2, 1, 70, 70, 16), g)
         q, k = (x.to(dtype).requires_grad_() for x in (q, k))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=causal)
+        out = F.scaled_dot_product_attention(q, k, k, is_causal=causal)
         lse = out.grad_fn._saved_logsumexp
         assert lse.dtype == torch.float32
         call = AttentionCall(
@@ -177,3 +178,22 @@ def test_the_log_sum_exp_of_a_kernel_itself(dtype: torch.dtype, kind: str, causa
         if kind != "offset":  # where nothing cancels the kernel's scores are anybody's
             holds(bracket(call), largest(S), measured(call)["max_logit"])
         assert not bracket(call).high_H.requires_grad
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_row_by_row(call: AttentionCall) -> None:
+    S, _ = dense(call)
+    S = S[torch.isfinite(S).any(-1)]
+    lse, p, top = S.logsumexp(-1), S.softmax(-1), S.amax(-1)
+    slack = 1e-12 * (1 + lse.abs())
+    n = torch.isfinite(S).sum(-1)
+    entropy = torch.special.entr(p).sum(-1)
+    for low, high in (
+        lse_bracket(lse, n),
+        lse_bracket(lse, float(S.shape[-1])),
+        (entropy_floor(lse, entropy), lse),
+        purity_bracket(lse, p.square().sum(-1)),
+    ):
+        assert (low - slack <= top).all()
+        assert (top <= high + slack).all()
