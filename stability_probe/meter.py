@@ -18,8 +18,10 @@ from stability_probe.records import AttentionCall, FirstBad, Level, Observation
 from stability_probe.sentinel import (
     any_bad,
     bad_steps,
+    call_is_finite,
     call_witness,
     gradient_witness,
+    known_finite,
     pooled,
     table,
     told,
@@ -155,7 +157,8 @@ class Meter:
 
     def call(self, call: AttentionCall) -> None:
         """Reduces a call at once; none of its tensors is kept."""
-        pool = _Pool(witness=call_witness(call), sequences=_sequences(call))
+        witness = None if call_is_finite(call) else call_witness(call)
+        pool = _Pool(witness=witness, sequences=_sequences(call))
         if self.measuring:
             pool.accumulators = accumulate(call, full=self.level is Level.FULL)
         with self._lock:
@@ -165,6 +168,8 @@ class Meter:
 
     def values(self, call: AttentionCall, v: Tensor, output: Tensor) -> None:
         """Watches v and the output of a call that was seen at its softmax."""
+        if known_finite(v, output):
+            return
         pool = _Pool(witness=value_witness(v, output))
         with self._lock:
             slot = self._slot(call)
@@ -172,6 +177,8 @@ class Meter:
 
     def gradient(self, layer: str, call_index: int, kind: str, gradient: Tensor) -> None:
         """Watches a gradient of a call that was seen; several threads may call."""
+        if known_finite(gradient):
+            return
         fresh = gradient_witness(gradient)
         with self._lock:
             slot = self._slots.get((layer, call_index)) or self._slots.get((layer, 0))
@@ -214,7 +221,7 @@ class Meter:
     def nonfinite_flag(self) -> Tensor | None:
         """Device bool, 0-dim: whether a value or gradient of this step so far is not finite.
 
-        Rows without any visible key count too. None before the first forward of a step.
+        Rows without any visible key count too. None where nothing was seen that could be.
         """
         with self._lock:
             pools = [slot.pool for slot in self._slots.values()]
