@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -70,6 +71,19 @@ def test_no_bad_value_of_a_fused_call_is_overlooked(
         assert call_is_finite(attended(q, k, v, causal=causal))
         (q, k, v)[which][1, 2, where, 3] = value
         assert not call_is_finite(attended(q, k, v, causal=causal))
+
+
+def test_values_that_the_output_may_not_show_are_looked_at() -> None:
+    """Keys behind the causal edge, or under a mask, whose values a kernel need not multiply."""
+    q, k, v = (torch.ones(1, 2, n, 4) for n in (3, 5, 5))
+    v[0, 0, 4] = math.nan
+    seen = AttentionCall(
+        layer="a", seam="sdpa", q_BHQD=q, k_BGKD=k, v_BGKE=v, output_BHQE=q, causal=True
+    )
+    assert not call_is_finite(seen)
+    masked = replace(seen, causal=False, masks=(torch.tensor([[True] * 4 + [False]]),))
+    assert not call_is_finite(masked)
+    assert not call_is_finite(replace(seen, causal=False, seam="flash_attn"))
 
 
 @pytest.mark.parametrize("value", BAD)
