@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from stability_probe.finite import known_finite
 from stability_probe.handover import Handover, HeadBlock, hand_over
 from stability_probe.records import AttentionCall, FirstBad, Level, Observation
 from stability_probe.sentinel import (
@@ -21,7 +22,6 @@ from stability_probe.sentinel import (
     call_is_finite,
     call_witness,
     gradient_witness,
-    known_finite,
     pooled,
     table,
     told,

@@ -6,40 +6,24 @@ Where finite values sum to more than 3.4e38 in float32 the sum overflows and the
 finite. A row without any visible key may give NaN by design; the sentinel cannot tell, so it
 marks where that could be the explanation.
 
-On a CPU there is no device to wait for: `known_finite` looks at the sums at once, and as few as
-decide. Only where they do not say that all is well are the witnesses taken, tensor by tensor.
+On a CPU there is no device to wait for: sums are looked at at once, and as few as decide. Only
+where they do not say that all is well are the witnesses taken, tensor by tensor.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from stability_probe.finite import known_finite, local
 from stability_probe.records import AttentionCall
 
 FORWARD = ("input", "q", "k", "v", "scores", "output")
 BACKWARD = ("grad_output", "grad_v", "grad_q", "grad_k", "grad_input")
 KINDS = (*FORWARD, *BACKWARD)
 NEVER = 2.0**53  # a step that no run reaches, exact in float64
-
-
-def known_finite(*tensors: Tensor | None) -> bool:
-    """Whether all are known to be finite without waiting: on a CPU, and nowhere else.
-
-    False means "take a witness", not "not finite".
-    """
-    for given in tensors:
-        if (tensor := _local(given)) is None:
-            continue
-        if not tensor.is_cpu:
-            return False
-        # No wait: `numpy` gives the memory that the sum was written to before it returned.
-        if not math.isfinite(_total_in_memory_order(tensor).numpy()):
-            return False
-    return True
 
 
 def call_is_finite(call: AttentionCall) -> bool:
@@ -143,28 +127,9 @@ def told(steps: Sequence[float]) -> list[tuple[str, int]]:
     ]
 
 
-def _local(tensor: Tensor | None) -> Tensor | None:
-    """The part that lies here; None of nothing."""
-    to_local = getattr(tensor, "to_local", None)
-    tensor = tensor if to_local is None else to_local()
-    return None if tensor is None or tensor.numel() == 0 else tensor
-
-
-def _total_in_memory_order(x: Tensor) -> Tensor:
-    """Sum, 0-dim float32, of what lies on a CPU.
-
-    A view into a fused projection is read fastest row by row of memory, into a sum for each
-    column of its heads.
-    """
-    fused = x.dim() == 4 and x.numel() * x.itemsize < x.untyped_storage().nbytes()
-    if fused and x.dtype != torch.float16:
-        x = x.sum((0, 2))
-    return x.sum(dtype=torch.float32) if x.dtype == torch.float16 else x.sum().float()
-
-
 def _total(tensor: Tensor | None) -> Tensor | None:
     """Sum, 0-dim float32, of the part that lies here; None of nothing."""
-    tensor = _local(tensor)
+    tensor = local(tensor)
     if tensor is None:
         return None
     if tensor.dtype == torch.float16:  # its own range would overflow

@@ -12,6 +12,7 @@ from tiny_models import Attention, Model, loss_of, tokens
 from torch import Tensor, nn
 
 import stability_probe as sp
+from stability_probe.finite import known_finite
 from stability_probe.records import AttentionCall
 from stability_probe.sentinel import (
     FORWARD,
@@ -21,7 +22,6 @@ from stability_probe.sentinel import (
     bad_steps,
     call_is_finite,
     call_witness,
-    known_finite,
     table,
     told,
 )
