@@ -13,11 +13,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from stability_probe.finite import known_finite
 from stability_probe.handover import Handover, HeadBlock, hand_over
 from stability_probe.records import AttentionCall, FirstBad, Level, Observation
 from stability_probe.sentinel import (
     any_bad,
     bad_steps,
+    call_is_finite,
     call_witness,
     gradient_witness,
     pooled,
@@ -197,7 +199,7 @@ class Meter:
             self._call(call)
 
     def _call(self, call: AttentionCall) -> None:
-        pool = _Pool(witness=call_witness(call))
+        pool = _Pool(witness=None if call_is_finite(call) else call_witness(call))
         if self.level is Level.BRACKET:
             pool.glance = glance(call, self.turn)
         elif self.measuring:
@@ -212,6 +214,8 @@ class Meter:
     def values(self, call: AttentionCall, v: Tensor, output: Tensor) -> None:
         """Watches v and the output of a call that was seen at its softmax."""
         with self._stopwatch.running(v.device):
+            if known_finite(v, output):
+                return
             pool = _Pool(witness=value_witness(v, output))
         with self._lock:
             slot = self._slot(call)
@@ -220,6 +224,8 @@ class Meter:
     def gradient(self, layer: str, call_index: int, kind: str, gradient: Tensor) -> None:
         """Watches a gradient of a call that was seen; several threads may call."""
         with self._stopwatch.running(gradient.device):
+            if known_finite(gradient):
+                return
             fresh = gradient_witness(gradient)
         with self._lock:
             slot = self._slots.get((layer, call_index)) or self._slots.get((layer, 0))
@@ -262,7 +268,7 @@ class Meter:
     def nonfinite_flag(self) -> Tensor | None:
         """Device bool, 0-dim: whether a value or gradient of this step so far is not finite.
 
-        Rows without any visible key count too. None before the first forward of a step.
+        Rows without any visible key count too. None where nothing was seen that could be.
         """
         with self._lock:
             pools = [slot.pool for slot in self._slots.values()]

@@ -5,6 +5,9 @@ is: its sum, or, of the scores, the largest one. A sum is one reduction, and two
 Where finite values sum to more than 3.4e38 in float32 the sum overflows and they count as not
 finite. A row without any visible key may give NaN by design; the sentinel cannot tell, so it
 marks where that could be the explanation.
+
+On a CPU there is no device to wait for: sums are looked at at once, and as few as decide. Only
+where they do not say that all is well are the witnesses taken, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -14,12 +17,36 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from stability_probe.finite import known_finite, local
 from stability_probe.records import AttentionCall
 
 FORWARD = ("input", "q", "k", "v", "scores", "output")
 BACKWARD = ("grad_output", "grad_v", "grad_q", "grad_k", "grad_input")
 KINDS = (*FORWARD, *BACKWARD)
 NEVER = 2.0**53  # a step that no run reaches, exact in float64
+
+
+def call_is_finite(call: AttentionCall) -> bool:
+    """Whether all that counts of a call is known to be finite, as `known_finite` knows it.
+
+    The input counts only beside others. A value that is not finite always reaches the outputs
+    of the rows that see it, even with a weight of 0. A query or a key need not: a score of -inf
+    looks like a mask.
+    """
+    scores = call.scores_BHQK
+    if scores is not None and scores.numel() > 0:
+        scores = scores.amax().clamp(min=0.0)  # -inf is a mask
+    v = None if _output_tells_values(call) else call.v_BGKE
+    return known_finite(call.output_BHQE, call.q_BHQD, call.k_BGKD, v, scores)
+
+
+def _output_tells_values(call: AttentionCall) -> bool:
+    """Whether every value is seen by a row of SDPA's output."""
+    q, k, output = call.q_BHQD, call.k_BGKD, call.output_BHQE
+    if call.seam != "sdpa" or call.masks or q is None or k is None or output is None:
+        return False
+    last = q.shape[-2] if call.causal else k.shape[-2]
+    return output.numel() > 0 and k.shape[-2] <= last
 
 
 def call_witness(call: AttentionCall) -> Tensor:
@@ -102,9 +129,8 @@ def told(steps: Sequence[float]) -> list[tuple[str, int]]:
 
 def _total(tensor: Tensor | None) -> Tensor | None:
     """Sum, 0-dim float32, of the part that lies here; None of nothing."""
-    to_local = getattr(tensor, "to_local", None)
-    tensor = tensor if to_local is None else to_local()
-    if tensor is None or tensor.numel() == 0:
+    tensor = local(tensor)
+    if tensor is None:
         return None
     if tensor.dtype == torch.float16:  # its own range would overflow
         return tensor.sum(dtype=torch.float32)

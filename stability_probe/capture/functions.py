@@ -88,8 +88,9 @@ class AttentionMode(TorchFunctionMode):
         if func is F.multi_head_attention_forward and not torch.compiler.is_compiling():
             return self._through_multi_head(func, types, args, kwargs)
         out = func(*args, **kwargs)
-        watched = func in f.WATCHED or func in KERNELS or self._local.origins is not None
-        if watched and not torch.compiler.is_compiling():
+        local = self._local
+        followed = local.origins is not None or (not local.ledger.empty and func in f.WATCHED)
+        if (followed or func in _BEGINS) and not torch.compiler.is_compiling():
             try:
                 self.read(func, args, kwargs, out)
             except Exception as error:
@@ -276,6 +277,7 @@ class AttentionMode(TorchFunctionMode):
             ledger.put(out, record)
 
 
+_BEGINS = f.BEGINS | KERNELS  # other calls matter only where something is known of a tensor
 _QKV = ("query", "key", "value")
 _SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from stability_probe.capture.hooks import CopiesInert
 from stability_probe.modes import unobserved
 
-_VECTORISED = ("Batched", "FuncTorchBatched")  # dispatch keys
-
 
 class GradientReceiver(Protocol):
     """What takes the gradients in: the meter."""
@@ -78,25 +76,24 @@ class Gradients:
 
     def take(self, hook: GradientHook, gradient: Tensor) -> None:
         """A gradient that a hook saw. Compiled and vectorised backwards are not read."""
-        if not self._live or torch.compiler.is_compiling():
+        if not self._live or torch.compiler.is_compiling() or _is_vectorised(gradient):
             return
         with unobserved():
-            self._take(hook, gradient)
-
-    def _take(self, hook: GradientHook, gradient: Tensor) -> None:
-        keys = torch._C._dispatch_keys(gradient)
-        if any(keys.has(key) for key in _VECTORISED):
-            return
-        try:
-            gradient = gradient.detach()
-            self._receiver.gradient(hook.layer, hook.call_index, hook.kind, gradient)
-        except Exception as error:
-            self._live = False
-            self._fault(None, error)
+            try:
+                gradient = gradient.detach()
+                self._receiver.gradient(hook.layer, hook.call_index, hook.kind, gradient)
+            except Exception as error:
+                self._live = False
+                self._fault(None, error)
 
     def close(self) -> None:
         """Hooks on graphs that still live do nothing from here on."""
         self._live = False
+
+
+def _is_vectorised(gradient: Tensor) -> bool:
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient)
 
 
 def _is_fleeting(leaf: Tensor) -> bool:

@@ -114,6 +114,11 @@ class Ledger:
     def __init__(self) -> None:
         self._records: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is known of any tensor."""
+        return not self._records
+
     def get(self, tensor: object, *, writes: int = 0) -> Record | None:
         """The record of a tensor, if it has one; `writes` to it in place are accounted for."""
         if not self._records or not isinstance(tensor, Tensor):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from stability_probe.finite import known_finite
 from stability_probe.records import AttentionCall
 from stability_probe.stats.accumulators import (
     FULL_ROW_SUMS,
@@ -61,7 +62,11 @@ def read(call: AttentionCall, *, full: bool) -> tuple[Rows, Accumulators]:
             "v": call.v_BGKE,
             "output": call.output_BHQE,
         }
-        bad = {n: count_nonfinite(x.detach()) for n, x in tensors.items() if x is not None}
+        bad = {
+            name: count_nonfinite(x.detach())
+            for name, x in tensors.items()
+            if x is not None and not known_finite(x)
+        }
         rows = row_pass(call, bad.get("k"), full=full)
         return rows, _reduce(call, rows, bad, full=full)
 
@@ -182,13 +187,15 @@ def _add_values(
     """How many values of each tensor there are, and how many are not finite."""
     for name, x in (("q", call.q_BHQD), ("k", call.k_BGKD), ("v", call.v_BGKE)):
         if x is not None:
+            sums[f"{name}_values"] = torch.full_like(sums["rows"], x.numel() // x.shape[1])
+        if name in bad:
             sums[name] = _per_head(call, _sum(bad[name]))
-            sums[f"{name}_values"] = torch.ones_like(sums[name]) * (x.numel() // x.shape[1])
     if call.output_BHQE is not None:
+        sums["output_values"] = sums["rows"] * call.output_BHQE.shape[-1]
+    if "output" in bad:
         seen_BHQ = visible_BHQ > 0
         sums["output"] = _sum(bad["output"] * seen_BHQ)
         sums["masked_output"] = _sum(bad["output"] * ~seen_BHQ)
-        sums["output_values"] = sums["rows"] * call.output_BHQE.shape[-1]
 
 
 def _add_sink(call: AttentionCall, maths: RowMaths, sums: dict[str, Tensor]) -> None:

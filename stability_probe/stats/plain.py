@@ -18,7 +18,7 @@ from stability_probe.stats.tiles import Products, Sizes
 
 
 def plain_pass(
-    products: Products, sizes: Sizes, rows: Rows, bad_BGK: Tensor, *, causal: bool
+    products: Products, sizes: Sizes, rows: Rows, bad_BGK: Tensor | None, *, causal: bool
 ) -> None:
     """Fill the default row numbers.
 
@@ -26,10 +26,11 @@ def plain_pass(
         products: what fills the tiles.
         sizes: of the call.
         rows: to fill.
-        bad_BGK: bool, the keys with a value that is not finite.
+        bad_BGK: bool, the keys with a value that is not finite; None: there are none.
         causal: whether key j is hidden from query i wherever j > i.
     """
-    products = _repair_keys(products, ~bad_BGK)
+    if bad_BGK is not None:
+        products = _repair_keys(products, ~bad_BGK)
     device = products.k_BGKD.device
     for tile, (S, scratch) in buffers(sizes, device, causal=causal, count=2):
         out = rows.within(tile)
@@ -77,22 +78,26 @@ def _count_visible(rows: Rows, sizes: Sizes, *, causal: bool) -> None:
     rows["visible"].copy_(seen_Q.clamp_max_(float(sizes.K)))
 
 
-def _count_trouble(rows: Rows, bad_BGK: Tensor, *, causal: bool) -> None:
+def _count_trouble(rows: Rows, bad_BGK: Tensor | None, *, causal: bool) -> None:
     """Fill `trouble`, and take what bad keys and queries spoilt from the extrema.
 
     A row of scores that are not finite, for its query or for a product beyond float32, is counted
     where it shows: at its extrema.
     """
-    bad_keys_BGK = bad_BGK.to(torch.int32)
-    if causal:
-        Q, K = rows.table.shape[-1], bad_BGK.shape[-1]
-        last_Q = torch.arange(Q, device=bad_BGK.device).clamp_max_(K - 1)
-        lost = bad_keys_BGK.cumsum(-1).index_select(-1, last_Q).unsqueeze(2)
-    else:
-        lost = bad_keys_BGK.sum(-1)[:, :, None, None]
+    lost = rows["trouble"].new_zeros(()) if bad_BGK is None else _lost(rows, bad_BGK, causal)
     alive = lost < rows["visible"]
     extrema = {"largest": -INF, "smallest": INF}
     usable = {name: alive & torch.isfinite(rows[name]) for name in extrema}
     rows["trouble"].copy_(lost + sum((alive & ~ok).to(torch.float32) for ok in usable.values()))
     for name, absent in extrema.items():
         rows[name].copy_(torch.where(usable[name], rows[name], absent))
+
+
+def _lost(rows: Rows, bad_BGK: Tensor, causal: bool) -> Tensor:
+    """How many bad keys each row sees, [B, G, 1, Q or 1]."""
+    bad_keys_BGK = bad_BGK.to(torch.int32)
+    if not causal:
+        return bad_keys_BGK.sum(-1)[:, :, None, None]
+    Q, K = rows.table.shape[-1], bad_BGK.shape[-1]
+    last_Q = torch.arange(Q, device=bad_BGK.device).clamp_max_(K - 1)
+    return bad_keys_BGK.cumsum(-1).index_select(-1, last_Q).unsqueeze(2)

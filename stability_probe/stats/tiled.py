@@ -20,7 +20,8 @@ def row_pass(call: AttentionCall, bad_keys_BGK: Tensor | None, *, full: bool) ->
 
     Args:
         call: the attention call.
-        bad_keys_BGK: how many values of each key are not finite; None where the call has no k.
+        bad_keys_BGK: how many values of each key are not finite; None where none is, or the call
+            has no k.
         full: all of `rowsums.FULL_ROWS`, else `rowsums.DEFAULT_ROWS`.
 
     Returns:
@@ -39,9 +40,10 @@ def row_pass(call: AttentionCall, bad_keys_BGK: Tensor | None, *, full: bool) ->
     products = products_of(call, sizes)
     functions = call.score_mod is not None or call.mask_mod is not None
     masked = bool(call.masks) or call.softcap is not None or call.scores_BHQK is not None
-    if products is None or bad_keys_BGK is None or masked or functions or full:
+    if products is None or masked or functions or full:
         dtype = call.dtype or given.dtype
         general_pass(call, products, sizes, rows, dtype=dtype, full=full)
     else:
-        plain_pass(products, sizes, rows, bad_keys_BGK > 0, causal=call.causal)
+        bad_BGK = None if bad_keys_BGK is None else bad_keys_BGK > 0
+        plain_pass(products, sizes, rows, bad_BGK, causal=call.causal)
     return rows

@@ -157,7 +157,7 @@ def products_of(call: AttentionCall, sizes: Sizes) -> Products | None:
         return None
     return Products(
         q_BGRQD=split_heads(call.q_BHQD.detach(), sizes),
-        k_BGKD=call.k_BGKD.detach().to(torch.float32).contiguous(),
+        k_BGKD=call.k_BGKD.detach().to(torch.float32, memory_format=torch.contiguous_format),
         scale=scale_of(call, sizes, call.q_BHQD.device),
     )
 

@@ -43,7 +43,8 @@ def test_two_halves_merge_into_the_whole(call: AttentionCall, full: bool):
     for both in (merge(*halves), merge(*reversed(halves))):
         assert torch.equal(both.maxima, whole.maxima)
         assert torch.equal(both.minima, whole.minima)
-        torch.testing.assert_close(both.sums, whole.sums, rtol=1e-12, atol=1e-12)
+        # not bit by bit: exp2 rounds the last few values of a tile in another way than the others
+        torch.testing.assert_close(both.sums, whole.sums, rtol=1e-6, atol=1e-7)
         peaks = both.peak[0].abs(), whole.peak[0].abs()
         torch.testing.assert_close(*peaks, rtol=0, atol=0, equal_nan=True)
 
@@ -142,7 +143,7 @@ def test_collapsed_heads_make_no_denormals(full: bool):
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten.exp.out:
+            if func is torch.ops.aten.exp2_.default:
                 self.smallest = min(self.smallest, out.double().amin().item())
             return out
 
@@ -152,6 +153,19 @@ def test_collapsed_heads_make_no_denormals(full: bool):
             accumulate(call, full=full)
         assert weights.smallest < 1e-15
         assert weights.smallest**2 >= torch.finfo(torch.float32).tiny
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_device_that_cannot_be_looked_at_gives_the_same(
+    full: bool, monkeypatch: pytest.MonkeyPatch
+):
+    for call in some_calls(T=12):
+        looked = accumulate(call, full=full)
+        with monkeypatch.context() as patch:
+            patch.setattr("stability_probe.stats.accumulate.known_finite", lambda *_: False)
+            counted = accumulate(call, full=full)
+        for field in ("maxima", "minima", "sums"):
+            assert torch.equal(getattr(looked, field), getattr(counted, field))
 
 
 def test_the_watch_sees_what_waits():

@@ -17,6 +17,9 @@ from stability_probe.stats.accumulate import accumulate
 from stability_probe.stats.bounds import (
     Bracket,
     bracket,
+    entropy_floor,
+    lse_bracket,
+    purity_bracket,
     reach,
 )
 from stability_probe.stats.finish import finish
