@@ -128,15 +128,15 @@ def _from_lse(
     call: AttentionCall, lse_BHQ: Tensor, sizes: Sizes, reach_H: Tensor | None
 ) -> Bracket:
     """From the kernel's log-sum-exp; n is at most the keys before the causal edge."""
-    high_HQ = lse_BHQ.to(torch.float32).amax(0)  # n is the same for every sequence
-    low_HQ = _known(lse_BHQ.to(torch.float32)).amax(0)
-    high_H = high_HQ.amax(-1)
+    high_H = lse_BHQ.to(torch.float32).amax((0, 2))
+    known_HQ = _known(lse_BHQ.to(torch.float32)).amax(0)  # n is the same for every sequence
+    top_H = known_HQ.amax(-1)
     if call.causal:
-        low_H = lse_bracket(low_HQ, _visible(sizes, low_HQ.device))[0].amax(-1)
+        low_H = lse_bracket(known_HQ, _visible(sizes, known_HQ.device))[0].amax(-1)
     else:
-        low_H = lse_bracket(low_HQ.amax(-1), float(sizes.K))[0]
-    # both ends come from log-sum-exps between high - ln K and high
-    slack_H = high_H.abs().mul_(_LSE_ULPS * _EPS).add_((sizes.K + _EXP_ULPS) * _EPS)
+        low_H = lse_bracket(top_H, float(sizes.K))[0]
+    # both ends come from log-sum-exps between top - ln K and top
+    slack_H = top_H.abs().mul_(_LSE_ULPS * _EPS).add_((sizes.K + _EXP_ULPS) * _EPS)
     if reach_H is not None and call.q_BHQD is not None:
         slack_H.add_(reach_H, alpha=_product_error(call.q_BHQD.shape[-1]))
     return _certain(call, low_H - slack_H, high_H + slack_H, reach_H)
