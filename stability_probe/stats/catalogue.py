@@ -132,9 +132,10 @@ _LOGITS = (
         "max",
         "up",
         "qk_abs_max_logit of one sequence, for the query heads of the key head whose turn it is at "
-        "the step; absent in the others.",
+        "the step; absent in the others. Of a small batch it is of some of the rows, others at "
+        "each turn, so that about a 64th of the scores is looked at.",
         _DEHGHANI,
-        "Other sequences, so it may lie far below qk_abs_max_logit of the whole batch.",
+        "The other sequences and rows, so it may lie far below qk_abs_max_logit of the whole.",
         between=True,
     ),
     Statistic(

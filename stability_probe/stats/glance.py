@@ -11,16 +11,17 @@ from torch import Tensor
 
 from stability_probe.records import AttentionCall
 from stability_probe.stats.accumulators import INF, merging
-from stability_probe.stats.bounds import bracket
+from stability_probe.stats.bounds import bracket, reach
 from stability_probe.stats.catalogue import BETWEEN_SET
 from stability_probe.stats.masks import mask_tile, split_masks
 from stability_probe.stats.part import head_of
 from stability_probe.stats.precision import full_float32
-from stability_probe.stats.tiles import Products, Sizes, cut, products_of, sizes_of
+from stability_probe.stats.tiles import Tile, cut, products_of, sizes_of
 
 GLANCE = ("max_logit_low", "max_logit_high", "rotating_max_logit")
 assert set(GLANCE) == set(BETWEEN_SET)
-_CAUSAL_ROWS = 256  # for one head fewer, larger tiles are cheaper than less of the square
+SHARE = 64  # of a call's scores about one in so many is formed
+_CPU_ROWS = 128  # of a tile: so few that even one head of a small batch can be shared out
 
 
 def glance(call: AttentionCall, turn: int) -> Tensor:
@@ -35,11 +36,10 @@ def glance(call: AttentionCall, turn: int) -> Tensor:
     """
     given = call.q_BHQD if call.scores_BHQK is None else call.scores_BHQK
     with full_float32("cpu" if given is None else given.device.type):
-        bounds = bracket(call)
-        low_H, high_H = merging(bounds.low_H, bounds.high_H)
+        low_H, high_H = merging(*_bounds(call))
         rotating_H = torch.full_like(low_H, -INF)
-        part, heads = head_of(call, turn)
-        largest_R = largest_product(part)
+        part, heads, blocks = _part(call, turn)
+        largest_R = _largest_product(part, *blocks)
         if largest_R is not None:
             rotating_H[heads] = largest_R
     return torch.stack((low_H, high_H, rotating_H))
@@ -50,48 +50,68 @@ def glanced(table: Tensor) -> dict[str, Tensor]:
     return dict(zip(GLANCE, torch.where(torch.isfinite(table), table, float("nan")), strict=True))
 
 
-def largest_product(call: AttentionCall) -> Tensor | None:
+def _bounds(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Both ends from what is there; from q and k, which must be read, only what their norms say."""
+    free = call.lse_BHQ is not None or call.scores_BHQK is not None
+    additive = any(mask.dtype != torch.bool for mask in call.masks)
+    if free or additive or call.score_mod is not None:
+        ends = bracket(call)
+        return ends.low_H, ends.high_H
+    high_H = reach(call)
+    return torch.full_like(high_H, -INF), high_H
+
+
+def _part(call: AttentionCall, turn: int) -> tuple[AttentionCall, slice, tuple[int, int]]:
+    """Whose turn it is: a sequence's key head, its query heads, and which of how many blocks."""
+    sizes = sizes_of(call)
+    pairs = max(1, sizes.B * sizes.G)
+    part, heads = head_of(call, turn)
+    return part, heads, (turn // pairs, -(-SHARE // pairs))
+
+
+def _largest_product(call: AttentionCall, turn: int, blocks: int) -> Tensor | None:
     """The largest |scale q.k| over visible pairs, per head [H]; None where q and k are not known.
 
-    As `qk_abs_max_logit`, but rows with a product that is not finite are left out whole. -inf
-    where nothing is visible. None too where a function of positions makes the scores, since it
-    may hide keys.
+    As `qk_abs_max_logit`, but of every `blocks`-th tile of rows only, and rows with a product that
+    is not finite are left out whole. -inf where nothing is visible. None too where a function of
+    positions makes the scores, since it may hide keys.
     """
     sizes = sizes_of(call)
     products = products_of(call, sizes)
     if products is None or sizes.empty or call.score_mod is not None:
         return None
-    masked = bool(call.masks) or call.mask_mod is not None
-    rows_BGRQ = _masked(call, products, sizes) if masked else _plain(call, products, sizes)
-    rows_BGRQ.masked_fill_(~torch.isfinite(rows_BGRQ), -INF)
-    return rows_BGRQ.amax((0, 3)).flatten()
-
-
-def _plain(call: AttentionCall, products: Products, sizes: Sizes) -> Tensor:
-    """Row by row where nothing but the causal edge hides a key: a hidden product becomes 0."""
-    rows_BGRQ = products.q_BGRQD.new_empty(
-        (sizes.B, sizes.G, sizes.R, sizes.Q), dtype=torch.float32
-    )
-    for tile in cut(
-        sizes, causal=call.causal, device_type=rows_BGRQ.device.type, causal_rows=_CAUSAL_ROWS
-    ):
-        S = rows_BGRQ.new_empty(tile.shape)
+    device = products.k_BGKD.device
+    rows = _CPU_ROWS if device.type == "cpu" else None
+    tiles = list(cut(sizes, causal=call.causal, device_type=device.type, most_rows=rows))
+    masks = split_masks(call.masks, sizes)
+    plain = not masks and call.mask_mod is None
+    largest_BGR = torch.full((sizes.B, sizes.G, sizes.R), -INF, device=device)
+    for tile in tiles[turn % min(blocks, len(tiles)) :: blocks]:
+        S = torch.empty(tile.shape, device=device)
         products.fill(tile, S)
-        if call.causal:
-            S.tril_(tile.query.start)
-        torch.linalg.vector_norm(S, INF, dim=-1, out=tile.of_rows(rows_BGRQ))
-    return rows_BGRQ
+        if plain:
+            rows_BGRQ = _of_rows(S, tile, causal=call.causal)
+        else:
+            rows_BGRQ = _of_masked_rows(S, tile, call, masks)
+        known_BGRQ = torch.where(torch.isfinite(rows_BGRQ), rows_BGRQ, -INF)
+        place = largest_BGR[tile.batch, tile.group]
+        torch.maximum(place, known_BGRQ.amax(-1), out=place)
+    return largest_BGR.amax(0).flatten()
 
 
-def _masked(call: AttentionCall, products: Products, sizes: Sizes) -> Tensor:
-    masks, device = split_masks(call.masks, sizes), products.k_BGKD.device
-    rows_BGRQ = torch.full((sizes.B, sizes.G, sizes.R, sizes.Q), -INF, device=device)
-    for tile in cut(sizes, causal=call.causal, device_type=device.type, causal_rows=_CAUSAL_ROWS):
-        S = rows_BGRQ.new_empty(tile.shape)
-        products.fill(tile, S)
-        mask = mask_tile(masks, tile, causal=call.causal, device=device, mask_mod=call.mask_mod)
-        S.abs_()
-        if mask.hidden is not None:
-            S.add_(mask.hidden)
-        torch.amax(S, -1, out=tile.of_rows(rows_BGRQ))
-    return rows_BGRQ
+def _of_rows(S: Tensor, tile: Tile, *, causal: bool) -> Tensor:
+    """Largest absolute product of each row; one that the causal edge hides becomes 0."""
+    if causal:
+        S.tril_(tile.query.start)
+    # two extrema cost a tenth of an infinity norm, which is not vectorised on a CPU
+    return torch.maximum(S.amax(-1), S.amin(-1).neg_())
+
+
+def _of_masked_rows(
+    S: Tensor, tile: Tile, call: AttentionCall, masks: tuple[Tensor, ...]
+) -> Tensor:
+    mask = mask_tile(masks, tile, causal=call.causal, device=S.device, mask_mod=call.mask_mod)
+    S.abs_()
+    if mask.hidden is not None:
+        S.add_(mask.hidden)
+    return S.amax(-1)

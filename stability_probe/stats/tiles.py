@@ -97,7 +97,7 @@ def sizes_of(call: AttentionCall) -> Sizes:
 
 
 def cut(
-    sizes: Sizes, *, causal: bool, device_type: str, causal_rows: int | None = None
+    sizes: Sizes, *, causal: bool, device_type: str, most_rows: int | None = None
 ) -> Iterator[Tile]:
     """Tiles that together hold every row once, each small enough to stay in cache.
 
@@ -105,15 +105,16 @@ def cut(
         sizes: of the call.
         causal: whether keys end at the causal edge of a tile.
         device_type: as `torch.device.type` gives it.
-        causal_rows: the most queries of a causal tile; None for what is best for whole calls.
+        most_rows: of a tile, over its query heads; None for what is best for whole calls.
     """
     B, G, R, Q, K = sizes.B, sizes.G, sizes.R, sizes.Q, sizes.K
     cpu = device_type == "cpu"
     budget = _CPU_TILE if cpu else _DEVICE_TILE
     rows = min(Q, max(16, budget // (R * K)))
-    if causal:
-        most = causal_rows or (_CPU_CAUSAL_ROWS if cpu else _DEVICE_CAUSAL_ROWS)
-        rows = min(rows, max(16, most // R))
+    if causal and most_rows is None:
+        most_rows = _CPU_CAUSAL_ROWS if cpu else _DEVICE_CAUSAL_ROWS
+    if most_rows is not None:
+        rows = min(rows, max(16, most_rows // R))
     for start in range(0, Q, rows):
         query = slice(start, min(start + rows, Q))
         keys = min(query.stop, K) if causal else K

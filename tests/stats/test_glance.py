@@ -14,6 +14,7 @@ from problems import TINY_TILE, calls
 from test_tiled import measured
 
 from stability_probe.records import AttentionCall
+from stability_probe.stats import glance as module
 from stability_probe.stats import tiles
 from stability_probe.stats.glance import GLANCE, glance, glanced
 from stability_probe.stats.part import head_of, part_of, sequence_of
@@ -32,13 +33,44 @@ def exactly(call: AttentionCall, name: str) -> torch.Tensor:
 @given(call=calls(), turn=st.integers(0, 10), tile=st.sampled_from((TINY_TILE, 2**18)))
 def test_the_head_whose_turn_it_is_has_its_maximum(call: AttentionCall, turn: int, tile: int):
     call = replace(call, softcap=None)
+    sizes = sizes_of(call)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "_CPU_TILE", tile)
+        patch.setattr(module, "SHARE", 1)  # all rows at each turn
         got = numbers(call, turn)["rotating_max_logit"]
+        patch.setattr(module, "SHARE", 64)
+        pairs = sizes.B * sizes.G
+        each = [numbers(call, turn + pairs * i)["rotating_max_logit"] for i in range(64)]
         part, heads = head_of(call, turn)
         want = torch.full_like(got, math.nan)
         want[heads] = exactly(part, "qk_abs_max_logit")
     torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-6, atol=0)
+    together = torch.stack(each).nan_to_num(nan=-math.inf).amax(0)
+    torch.testing.assert_close(together, want.nan_to_num(nan=-math.inf), rtol=1e-6, atol=0)
+
+
+def test_of_a_small_batch_a_turn_looks_at_some_of_the_rows(monkeypatch: pytest.MonkeyPatch):
+    filled = []
+    real = tiles.Products.fill
+    monkeypatch.setattr(
+        tiles.Products, "fill", lambda p, t, o: (filled.append(o.numel()), real(p, t, o))
+    )
+    for B, G, causal in ((4, 8, True), (4, 8, False), (1, 2, True), (16, 8, False)):
+        call = AttentionCall(
+            layer="a",
+            q_BHQD=torch.randn(B, G, 1024, 8),
+            k_BGKD=torch.randn(B, G, 1024, 8),
+            causal=causal,
+        )
+        filled.clear()
+        turns = B * G * -(-64 // (B * G))
+        for turn in range(turns):
+            glance(call, turn)
+        whole = B * G * 1024 * (1024 if not causal else 576)  # 128 rows a tile, keys to its end
+        if (B, G) == (1, 2):  # 8 tiles of 128 rows cannot be shared out further
+            assert sum(filled) == whole * turns / (B * G) / 8
+        else:
+            assert sum(filled) == whole
 
 
 @settings(deadline=None, max_examples=60)
@@ -68,17 +100,22 @@ def _absent(call: AttentionCall, turn: int) -> list[bool]:
 
 def test_micro_batches_merge_by_maximum_and_an_unknown_bound_stays_unknown():
     one, two = (
-        AttentionCall(layer="a", q_BHQD=torch.randn(2, 2, 4, 8), k_BGKD=torch.randn(2, 2, 4, 8))
+        AttentionCall(
+            layer="a",
+            q_BHQD=torch.randn(2, 2, 4, 8),
+            k_BGKD=torch.randn(2, 2, 4, 8),
+            lse_BHQ=torch.randn(2, 2, 4),
+        )
         for _ in range(2)
     )
     both = glanced(torch.maximum(glance(one, 0), glance(two, 0)))
     for name in ("max_logit_low", "max_logit_high"):
         expected = torch.maximum(numbers(one, 0)[name], numbers(two, 0)[name])
         torch.testing.assert_close(both[name], expected)
-    biased = replace(one, masks=(torch.zeros(4, 4),))  # no certificate from the norms
-    mixed = glanced(torch.maximum(glance(biased, 0), glance(two, 0)))
+    biased = replace(two, masks=(torch.zeros(4, 4),), lse_BHQ=None)  # the norms certify nothing
+    mixed = glanced(torch.maximum(glance(biased, 0), glance(one, 0)))
     assert torch.isnan(mixed["max_logit_high"]).all()
-    torch.testing.assert_close(mixed["max_logit_low"], numbers(two, 0)["max_logit_low"])
+    torch.testing.assert_close(mixed["max_logit_low"], numbers(one, 0)["max_logit_low"])
 
 
 @pytest.mark.parametrize("causal", [False, True])
