@@ -34,7 +34,7 @@ from stability_probe.stats.tiles import Sizes, scale_of, sizes_of, split_heads
 _INF, _NAN = float("inf"), float("nan")
 _EPS = 2.0**-24
 _EXP_ULPS = 2048.0  # 1.2e-4 of a weight: the CPU kernel's fast exponentials are off by 5.4e-5
-_LSE_ULPS = 0.0  # of the level itself: scale, base of the logarithm, maximum put back
+_LSE_ULPS = 16.0  # of the level itself: scale, base of the logarithm, maximum put back
 _CAP_ULPS = 16.0  # of the cap: division, tanh and product
 _LOST_SQUARE = 2.0**-63  # a component whose square is below float32's range adds as much to a norm
 

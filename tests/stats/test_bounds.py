@@ -190,7 +190,7 @@ def test_row_by_row(call: AttentionCall) -> None:
     S = S[torch.isfinite(S).any(-1)]
     lse, p, top = S.logsumexp(-1), S.softmax(-1), S.amax(-1)
     slack = 1e-12 * (1 + lse.abs())
-    n = torch.isfinite(S).sum(-1)
+    n = torch.isfinite(S).sum(-1).double()
     entropy = torch.special.entr(p).sum(-1)
     for low, high in (
         lse_bracket(lse, n),
