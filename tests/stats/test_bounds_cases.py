@@ -162,6 +162,37 @@ def test_values_that_are_not_finite_spoil_no_other_head(bad: float) -> None:
         assert torch.isfinite(ends.high_H).all()
 
 
+def test_a_key_that_is_nan_leaves_an_upper_end_to_the_rest_of_its_sequence() -> None:
+    k = Q1[:1].clone()
+    k[0, 0, 1, 3] = math.nan
+    ends = bracket(AttentionCall(layer="a", q_BHQD=Q1[:1], k_BGKD=k))
+    assert ends.high_H.tolist() == [pytest.approx(8, rel=1e-3)] * 2
+    assert torch.isnan(ends.low_H).tolist() == [True, False]  # no mean key
+
+
+def test_keys_behind_the_causal_edge_raise_no_lower_end() -> None:
+    q, k = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 8)
+    q[:, :, 0], k[:, :, 3] = 10.0, 10.0  # the one query that would see it comes before it
+    call = AttentionCall(layer="a", q_BHQD=q, k_BGKD=k, causal=True)
+    assert measured(call)["max_logit"].item() == 0.0
+    holds(bracket(call), measured(call)["max_logit"])
+    assert bracket(replace(call, causal=False)).low_H.item() == pytest.approx(200, rel=1e-2)
+
+
+def test_components_whose_squares_float32_cannot_hold() -> None:
+    q, k = torch.full((1, 1, 3, 4), 1e-24), torch.full((1, 1, 3, 4), 1e24)
+    for call in (
+        AttentionCall(layer="a", q_BHQD=q, k_BGKD=q / 1e-6),
+        AttentionCall(layer="a", q_BHQD=q, k_BGKD=k.clamp_max(1e18)),
+    ):
+        S, _ = dense(call)
+        assert (S > 0).all()
+        holds(bracket(call), largest(S), measured(call)["max_logit"])
+        assert (reach(call).double() >= largest(S)).all()
+    beyond = bracket(AttentionCall(layer="a", q_BHQD=q, k_BGKD=k))
+    assert torch.isnan(torch.cat((beyond.low_H, beyond.high_H))).all()  # not a wrong certificate
+
+
 def test_a_scale_per_head_and_grouped_keys() -> None:
     g = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 6, 5, 8, generator=g), torch.randn(2, 3, 7, 8, generator=g)
