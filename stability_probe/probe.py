@@ -6,7 +6,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -15,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from stability_probe.alerts.rule import Rule
-from stability_probe.budget import Budget
 from stability_probe.capture import attach
-from stability_probe.danger import Dangers
+from stability_probe.course import Course
 from stability_probe.errors import ProbeClosedError
 from stability_probe.header import run_header
 from stability_probe.lookout import Lookout
@@ -25,7 +23,7 @@ from stability_probe.meter import Meter
 from stability_probe.modes import unobserved
 from stability_probe.monitor import Monitor
 from stability_probe.outputs import board, own_rank, own_sinks
-from stability_probe.plan import Past, Plan
+from stability_probe.plan import Plan
 from stability_probe.ranks.pool import RankPool
 from stability_probe.records import (
     Alert,
@@ -41,7 +39,6 @@ from stability_probe.records import (
 from stability_probe.roster import hello, layers_here, layers_of
 from stability_probe.sinks import Sink
 from stability_probe.sinks.guard import GuardedSinks
-from stability_probe.stopwatch import Stopwatch
 from stability_probe.updates import Updates
 from stability_probe.views.coverage import coverage_text
 from stability_probe.waiting import (
@@ -85,8 +82,8 @@ class Probe:
         self._pool = RankPool(self._plan, enabled=pool)
         self._monitor = Monitor(rules)
         self._on_alert, self._optimizer, self._strict = on_alert, optimizer, strict
-        self._watch = Stopwatch(on=self._plan.overhead is not None)
-        self._meter = Meter(self._watch)
+        self._course = Course(self._plan)
+        self._meter = Meter(self._course.stopwatch)
         self._attachment = attach(
             model, self._meter, strict=strict, allow_eval=allow_eval, compiled=compiled
         )
@@ -105,9 +102,7 @@ class Probe:
         self._waiting: deque[WaitingStep] = deque()
         self._step = 0  # the last step that was ended
         self._ended = 0  # how many were
-        self._phase, self._past = "", Past()
-        self._dangers, self._budget = Dangers(), Budget(self._plan.overhead)
-        self._step_ended: float | None = None  # when, by the performance counter
+        self._phase = ""
         self._escalate = 0  # so many measured steps more get every statistic
         self._announced: tuple[LayerInfo, ...] = ()
         self._closed = False
@@ -147,11 +142,11 @@ class Probe:
         try:
             now = self._step + 1 if step is None else int(step)
             given = {"loss": loss, "grad_norm": grad_norm, "eval_loss": eval_loss}
-            with self._watch.running():
+            with self._course.stopwatch.running():
                 numbers = numbers_of(given, self._fault)
                 with unobserved():
                     self._end_step(now, numbers, skipped)
-            self._keep_budget()
+            self._course.end_step()
         except Exception as error:
             self._fault("ending the step", error)
 
@@ -161,7 +156,8 @@ class Probe:
         Args:
             phase: what changed, in a few words: "data mix B", "longer context".
         """
-        self._phase, self._past = phase, replace(self._past, phase_start=self._step + 1)
+        self._phase = phase
+        self._course.mark(self._step + 1)
         self._meter.level = self._level(self._step + 1)
 
     def nonfinite_flag(self) -> Tensor:
@@ -248,8 +244,7 @@ class Probe:
 
     def _begin(self, first: int) -> None:
         """What must know the run's first step: a resumed run starts where it was."""
-        if self._past.phase_start == 1:
-            self._past = replace(self._past, phase_start=first)
+        self._course.begin(first)
         logdir = self.logdir
         if logdir is not None:
             self._sinks.add(lambda: board(logdir, first))
@@ -273,8 +268,8 @@ class Probe:
             now,
             measurement,
             copies,
-            phase_start=self._past.phase_start,
-            stride=self._budget.stride if self._plan.overhead else 0,
+            phase_start=self._course.past.phase_start,
+            stride=self._course.asked_stride,
         )
         update = self._updates.take()
         self._waiting.append(WaitingStep(scalars, copies, measurement, update, ticket))
@@ -296,18 +291,8 @@ class Probe:
         agreed = self._pool.level(step)
         if agreed is not None and not agreed.whole:
             return agreed  # the ranks measure at the same steps, whatever one of them has seen
-        level = agreed or self._plan.level(step, self._past)
+        level = agreed or self._course.level(step)
         return Level.FULL if self._escalate else level
-
-    def _keep_budget(self) -> None:
-        """Accounts for the step that has ended."""
-        if self._plan.overhead is None:
-            return
-        now, before = time.perf_counter(), self._step_ended
-        own, self._step_ended = self._watch.take(), now
-        if before is not None:
-            self._budget.note(own, now - before)
-            self._past = replace(self._past, stride=self._budget.stride)
 
     def _look_for_ranks(self) -> None:
         self._ended += 1
@@ -318,7 +303,7 @@ class Probe:
                 self._meter,
                 self._plan,
                 steps=self._ended,
-                phase_start=self._past.phase_start,
+                phase_start=self._course.past.phase_start,
             ),
         )
         self._tell_pool()
@@ -338,8 +323,7 @@ class Probe:
             self._take(waiting.record())
 
     def _take(self, record: StepRecord) -> None:
-        danger = self._dangers.judge(record)
-        self._past = self._plan.after(self._past, self._step + 1, danger=danger)
+        self._course.take(record, self._step + 1)
         self._sinks.emit(record)
         if self.logdir is None:
             self._kept.append(record)

@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "danger": {"records"},
     "budget": {"plan"},
     "stopwatch": set(),
+    "course": {"records", "plan", "danger", "budget", "stopwatch"},
     "positions": set(),
     "transfer": set(),
     "modes": set(),
@@ -47,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "probe": {
         "modes",
         "records", "errors", "plan", "header", "waiting", "meter", "capture", "lookout",
-        "budget", "danger", "stopwatch", "updates", "monitor", "alerts", "runlog", "sinks",
+        "course", "updates", "monitor", "alerts", "runlog", "sinks",
         "views", "outputs", "ranks", "roster",
     },
     "remedies": {"errors"},
