@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stability_probe.records import Alert, State
-from stability_probe.stats.catalogue import MAX_LOGIT
+from stability_probe.stats.catalogue import BETWEEN_SET, MAX_LOGIT
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -105,6 +105,14 @@ def step_range(runs: Iterable[Recorded], frames: Iterable[pd.DataFrame]) -> tupl
     steps = [table["step"].to_numpy(np.int64) for table in tables if len(table)]
     joined = np.concatenate(steps) if steps else np.array([0])
     return int(joined.min()), int(joined.max())
+
+
+def measured(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame without the rows of steps at which only bounds were taken: they are no gaps."""
+    bounds = [name for name in BETWEEN_SET if name in frame]
+    others = [name for name in frame if name not in ("step", "layer", "head", *bounds)]
+    only_bounds = frame[bounds].notna().any(axis=1) & frame[others].isna().all(axis=1)
+    return frame[~only_bounds]
 
 
 def loss_curve(run: Recorded) -> Curve | None:

@@ -16,6 +16,7 @@ from stability_probe.views.series import (
     largest,
     largest_logit,
     loss_curve,
+    measured,
     nonfinite_steps,
     step_range,
 )
@@ -163,3 +164,14 @@ def test_an_episode_ends_where_its_rule_resolves_in_its_layer() -> None:
         (13, "other", None),
         (30, "growth", 44),
     ]
+
+
+def test_steps_with_bounds_only_are_no_gaps():
+    run = make_run({}, {"entropy_ratio": {step: [[0.5, 0.6]] for step in range(1, 7)}})
+    frame = run.frame().copy()
+    frame["max_logit_low"] = 1.0
+    statistics = [n for n in frame if n not in ("step", "layer", "head", "max_logit_low")]
+    frame.loc[frame["step"] == 3, statistics] = NAN  # bounds alone
+    frame.loc[frame["step"] == 5, [*statistics, "max_logit_low"]] = NAN  # measured, and absent
+    assert sorted(measured(frame)["step"].unique()) == [1, 2, 4, 5, 6]
+    assert measured(run.frame()).equals(run.frame())
