@@ -8,18 +8,20 @@ from typing import Any
 import numpy as np
 
 from stability_probe.monitor import Monitor
-from stability_probe.records import Alert, Observation, State, StepRecord, StepScalars
+from stability_probe.records import Alert, Level, Observation, State, StepRecord, StepScalars
 
 
 def observation(layer: str, index: int = 0, **values: Any) -> Observation:
     """One layer's statistics; a scalar stands for one head."""
     arrays = {n: np.atleast_1d(np.asarray(v, dtype=np.float32)) for n, v in values.items()}
-    pooled = {n: int(arrays.pop(n)[0]) for n in ("sequences", "ranks") if n in arrays}
+    pooled = {n: int(arrays.pop(n)[0]) for n in ("sequences", "ranks", "rows") if n in arrays}
     return Observation(layer, index, arrays, **pooled)
 
 
-def record(step: int, *layers: Observation, **scalars: Any) -> StepRecord:
-    return StepRecord(StepScalars(step=step, **scalars), tuple(layers))
+def record(
+    step: int, *layers: Observation, level: Level = Level.DEFAULT, **scalars: Any
+) -> StepRecord:
+    return StepRecord(StepScalars(step=step, **scalars), tuple(layers), level)
 
 
 def stream(

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from recording import over, record, runaway, stream, told, watch
+from recording import observation, over, record, runaway, stream, told, watch
 
 from stability_probe.alerts.logit_growth import LogitGrowth
 from stability_probe.monitor import Monitor
-from stability_probe.records import Severity, State
+from stability_probe.records import Level, Severity, State
 
 RULES = (LogitGrowth(),)
 
@@ -221,12 +221,26 @@ def test_a_jump_at_a_new_phase_is_no_growth():
     assert told(watch(stream(range(1, 400), layers), RULES)) == [(204, "logit_growth", "warning")]
 
 
-def test_more_sequences_in_a_sample_are_no_growth():
+@pytest.mark.parametrize("axis", ["sequences", "rows", "ranks"])
+def test_more_rows_sequences_or_ranks_in_a_sample_are_no_growth(axis):
     def pooled(step):
         many = step % 50 == 0 or step >= 300
-        return {"qk_abs_max_logit": 60.0 if many else 24.0, "sequences": 32 if many else 1}
+        return {"qk_abs_max_logit": 60.0 if many else 24.0, axis: 32 if many else 1}
 
     assert watch(stream(range(1, 500), {"a": pooled}), RULES) == []
+
+
+def test_bounds_and_a_rotating_head_are_no_samples():
+    """Records between measured ones change nothing, whatever they hold."""
+    layers = {"a": lambda s: {"qk_abs_max_logit": runaway(s)} if s % 5 == 0 else None}
+    plain = stream(range(1, 400), layers)
+    wild = {"max_logit_low": 1e4, "max_logit_high": 1e9, "rotating_max_logit": 1e4}
+    mixed = [
+        r if r.observations else record(r.step, observation("a", **wild), level=Level.BRACKET,
+                                        loss=r.scalars.loss)
+        for r in plain
+    ]  # fmt: skip
+    assert told(watch(plain, RULES)) == told(watch(mixed, RULES)) != []
 
 
 def test_growth_is_still_seen_after_the_pooling_changed():
