@@ -29,7 +29,7 @@ def exactly(call: AttentionCall, name: str) -> torch.Tensor:
     return torch.from_numpy(measured(call, full=True)[name])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=30)
 @given(call=calls(), turn=st.integers(0, 10), tile=st.sampled_from((TINY_TILE, 2**18)))
 def test_the_head_whose_turn_it_is_has_its_maximum(call: AttentionCall, turn: int, tile: int):
     call = replace(call, softcap=None)
