@@ -36,7 +36,7 @@ def sentence(found: Mapping[str, Any]) -> str:
     """The conditions as a line above a table."""
     return (
         f"{found['processor']}, {found['cores']} cores, {found['vectors']}; "
-        f"torch {found['torch']}, Python {found['python']}; load of the machine at the start {found['load']}; "
+        f"torch {found['torch']}, Python {found['python']}; load at the start {found['load']}; "
         f"{found['date']}."
     )
 

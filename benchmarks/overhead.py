@@ -1,15 +1,20 @@
-"""What watching costs: a training step of one block, unwatched, unmeasured and measured.
+"""What watching costs: a training step of one block, unwatched, and watched at each level.
 
-    python benchmarks/overhead.py [--length 512] [--rounds 15] [--dtype bfloat16] [--parts] [--json]
+    python benchmarks/overhead.py [--only REGEX] [--quick] [--rounds N] [--json FILE] [--write]
+    python benchmarks/overhead.py --parts [--only REGEX]
 
-The three kinds of step are interleaved in one process, in a random order each round, on one
-thread, in CPU time of that thread. Printed are the medians over rounds of the ratio to the
-unwatched step of the same round. CPU time is less disturbed by other programs than wall time is,
-but not undisturbed.
+All kinds of step are interleaved in one process, each round in a random order and then in the
+reverse of it. Compared are a second unwatched block (how far from 1 is noise), one lane for each
+level, and the default plan as it really runs once its dense phase is over. On one thread it is CPU
+time of that thread, which other programs disturb less than wall time; on more it is wall time.
 
-With `--parts` only unmeasured steps are made, and the CPU time inside the sentinel's own functions
-is summed and divided by that of the step: shares too small to be told from noise as a ratio of two
-steps.
+Levels are medians over rounds of the ratio to the unwatched step of the same round. The plan is
+the ratio of sums over whole tens of steps, as a mean and its standard error: the steps it
+measures are in it as often as they come.
+
+With `--parts` the CPU time inside all that the probe does is summed and divided by that of the
+step: shares too small to be told from noise as a ratio of two steps. What is not in it: torch's
+own dispatch to the probe's mode for calls that are not read, a few microseconds each.
 """
 
 from __future__ import annotations
@@ -17,21 +22,28 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from conditions import conditions, put, sentence
 from torch import Tensor, nn
 
 import stability_probe as sp
-from stability_probe import meter
-from stability_probe.capture.gradients import Gradients
+from stability_probe.capture.functions import AttentionMode
+from stability_probe.capture.gradients import GradientHook, Gradients
+from stability_probe.capture.hooks import BeginHook, EndHook, EnterHook, LeaveHook
 from stability_probe.records import Level
 from stability_probe.remedies import Attention
 
 WIDTH, HEADS, BATCH = 512, 8, 4
+TEN = 10  # steps of the default plan from one measured step to the next
 
 
 class Block(nn.Module):
@@ -51,76 +63,139 @@ class Block(nn.Module):
         return x + self.mlp(self.norm_2(x))
 
 
-class Lane:
-    """A block with its optimizer, watched at a fixed level or not at all."""
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kind of training step."""
 
-    def __init__(self, level: Level | None) -> None:
+    length: int
+    dtype: str = "float32"  # bfloat16: autocast
+    threads: int = 1
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        return f"T={self.length}, {self.dtype}, {threads}"
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """CPU time of the thread, or wall time where there are more."""
+        return time.thread_time if self.threads == 1 else time.perf_counter
+
+
+CASES = tuple(Case(T, d, n) for n in (1, 2) for T in (512, 1024) for d in ("float32", "bfloat16"))
+
+
+class Lane:
+    """A block with its optimizer: not watched, at one level, or under the default plan."""
+
+    def __init__(self, case: Case, watch: Level | sp.Plan | None) -> None:
         torch.manual_seed(0)
         self.block = Block()
         self.optimizer = torch.optim.AdamW(self.block.parameters(), lr=1e-4, fused=True)
-        self.level = level
-        self.probe = None if level is None else sp.watch(self.block, strict=True)
+        self.case, self.level = case, watch if isinstance(watch, Level) else None
+        plan = watch if isinstance(watch, sp.Plan) else None
+        self.probe = None if watch is None else sp.watch(self.block, plan=plan, strict=True)
 
     def step(self, x: Tensor, target: Tensor) -> float:
-        """One training step; its CPU time in seconds."""
+        """One training step; its time in seconds."""
         if self.probe is not None and self.level is not None:
             self.probe._meter.level = self.level
-        start = time.thread_time()
+        start = self.case.clock()
         self.optimizer.zero_grad()
-        loss = F.mse_loss(self.block(x), target)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.case.dtype == "bfloat16"):
+            loss = F.mse_loss(self.block(x), target)
         loss.backward()
         self.optimizer.step()
         if self.probe is not None:
             self.probe.step(loss=loss)
-        return time.thread_time() - start
+        return self.case.clock() - start
+
+    def close(self) -> None:
+        """Ends the watch."""
+        if self.probe is not None:
+            self.probe.close()
 
 
-def measure(length: int, rounds: int) -> dict[str, float]:
-    """Median ratio to the unwatched step, by kind of step."""
-    torch.set_num_threads(1)
-    lanes = {"unwatched": Lane(None)} | {level.value: Lane(level) for level in Level}
-    x, target = (torch.randn(BATCH, length, WIDTH) for _ in range(2))
-    order = list(lanes)
+def batch(case: Case) -> tuple[Tensor, Tensor]:
+    """An input and a target."""
+    torch.set_num_threads(case.threads)
+    x, target = (torch.randn(BATCH, case.length, WIDTH) for _ in range(2))
+    return x, target
+
+
+def levels(case: Case, rounds: int) -> dict[str, dict[str, float]]:
+    """Median ratio to the unwatched step and its quartiles, by kind of step."""
+    lanes = {"unwatched": Lane(case, None), "unwatched again": Lane(case, None)}
+    lanes |= {level.value: Lane(case, level) for level in Level}
+    data = batch(case)
     ratios: dict[str, list[float]] = {name: [] for name in lanes if name != "unwatched"}
     for turn in range(rounds + 2):  # the first two warm up
-        random.shuffle(order)
-        took = {name: lanes[name].step(x, target) for name in order}
+        order = random.sample(list(lanes), len(lanes))
+        took = {name: lanes[name].step(*data) for name in order}
+        for name in reversed(order):
+            took[name] += lanes[name].step(*data)
         if turn >= 2:
-            for name in ratios:
-                ratios[name].append(took[name] / took["unwatched"])
+            for name, values in ratios.items():
+                values.append(took[name] / took["unwatched"])
     for lane in lanes.values():
-        if lane.probe is not None:
-            lane.probe.close()
-    return {name: statistics.median(values) for name, values in ratios.items()}
+        lane.close()
+    return {name: _spread(values) for name, values in ratios.items()}
 
 
-PARTS = {
-    "forward reductions": (meter, "call_witness"),
-    "setting gradient hooks": (Gradients, "watch"),
-    "gradient reductions": (Gradients, "take"),
-    "end of the step": (meter.Meter, "drain"),
+def _spread(values: list[float]) -> dict[str, float]:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {"median": middle, "low": low, "high": high}
+
+
+def plan(case: Case, tens: int) -> dict[str, float]:
+    """The default plan after its dense phase: ratio of sums over each ten steps."""
+    watched, free = Lane(case, sp.Plan(dense=0)), Lane(case, None)
+    data = batch(case)
+    ratios = []
+    for turn in range(tens + 1):  # the first ten warm up
+        sums = {watched: 0.0, free: 0.0}
+        for _ in range(TEN):
+            for lane in random.sample([watched, free], 2):
+                sums[lane] += lane.step(*data)
+        if turn:
+            ratios.append(sums[watched] / sums[free])
+    watched.close()
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if tens > 1 else float("nan")
+    return {"steps": TEN * tens, "mean": statistics.mean(ratios), "error": error}
+
+
+PARTS: dict[str, tuple[tuple[type, str], ...]] = {
+    "scope of the modules": tuple(
+        (hook, "__call__") for hook in (BeginHook, EnterHook, LeaveHook, EndHook)
+    ),
+    "reading the calls": ((AttentionMode, "read"),),
+    "of it: gradient hooks set": ((Gradients, "watch"),),
+    "gradients": ((GradientHook, "__call__"),),
+    "end of the step": ((sp.Probe, "step"),),
 }
 
 
-def parts(length: int, rounds: int, dtype: torch.dtype) -> dict[str, float]:
-    """Median share of an unmeasured step, by part of the sentinel."""
-    torch.set_num_threads(1)
+def parts(case: Case, rounds: int, level: Level) -> dict[str, float]:
+    """Median share of a step at a level, by part of the probe's work."""
     spent = dict.fromkeys(PARTS, 0.0)
-    for name, (owner, attribute) in PARTS.items():
-        setattr(owner, attribute, timed(getattr(owner, attribute), spent, name))
-    lane = Lane(Level.SENTINEL)
-    x, target = (torch.randn(BATCH, length, WIDTH, dtype=dtype) for _ in range(2))
-    lane.block.to(dtype)
+    kept = [(owner, name, getattr(owner, name)) for part in PARTS.values() for owner, name in part]
+    for part, places in PARTS.items():
+        for owner, name in places:
+            setattr(owner, name, timed(getattr(owner, name), spent, part))
+    lane, data = Lane(case, level), batch(case)
     shares: dict[str, list[float]] = {name: [] for name in PARTS}
-    for turn in range(rounds + 2):
+    for turn in range(rounds + 4):  # the layers are found in the first steps
         spent.update(dict.fromkeys(PARTS, 0.0))
-        took = lane.step(x, target)
-        if turn >= 2:
-            for name in PARTS:
-                shares[name].append(spent[name] / took)
-    if lane.probe is not None:
-        lane.probe.close()
-    return {name: statistics.median(values) for name, values in shares.items()}
+        took = lane.step(*data)
+        if turn >= 4:
+            for name, values in shares.items():
+                values.append(spent[name] / took)
+    lane.close()
+    for owner, name, function in kept:
+        setattr(owner, name, function)
+    found = {name: statistics.median(values) for name, values in shares.items()}
+    return {**found, "all": sum(v for name, v in found.items() if not name.startswith("of it"))}
 
 
 def timed(
@@ -138,29 +213,79 @@ def timed(
     return call
 
 
+def measured(case: Case, rounds: int, tens: int) -> dict[str, Any]:
+    """All numbers of one case."""
+    found: dict[str, Any] = {"name": case.name, "case": asdict(case), "rounds": rounds}
+    found["levels"], found["plan"] = levels(case, rounds), plan(case, tens)
+    if case.threads == 1:
+        found["parts"] = {level.value: parts(case, rounds, level) for level in Level}
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """The results as docs/performance.md shows them: percent over the unwatched step."""
+    kinds = ["unwatched again", *(level.value for level in Level)]
+    heads = ["unwatched again", *(f"{level.value} step" for level in Level)]
+    cells = [f"{head} | its parts" for head in heads[1:]]
+    rows = [
+        sentence(found["conditions"]),
+        "",
+        f"| training step | {heads[0]} | {' | '.join(cells)} | default plan |",
+        "|---" * (2 * len(kinds) + 1) + "|",
+    ]
+    for result in found["cases"]:
+        row = [_percent(result["levels"][kinds[0]])]
+        for kind in kinds[1:]:
+            share = result.get("parts", {}).get(kind)
+            row += [_percent(result["levels"][kind])]
+            row += ["-" if share is None else f"{100 * share['all']:.2f} %"]
+        known = result["plan"]
+        row.append(f"{100 * (known['mean'] - 1):.2f} +- {100 * known['error']:.2f} %")
+        rows.append(f"| {result['name']} | {' | '.join(row)} |")
+    return "\n".join(rows)
+
+
+def _percent(spread: dict[str, float]) -> str:
+    low, middle, high = (100 * (spread[name] - 1) for name in ("low", "median", "high"))
+    return f"{middle:.1f} % ({low:.1f} to {high:.1f})"
+
+
+def print_parts(case: Case, rounds: int) -> None:
+    for level in Level:
+        print(f"{level.value} step, {case.name}")
+        for name, share in parts(case, rounds, level).items():
+            print(f"  {name:26} {100 * share:5.2f} % of the step")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=512)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="a regular expression over the kinds of step")
+    parser.add_argument("--quick", action="store_true", help="T=512, float32, one thread")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--dtype", default="float32", help="with --parts")
-    parser.add_argument("--parts", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--tens", type=int, default=10, help="tens of steps under the plan")
+    parser.add_argument("--parts", action="store_true", help="shares of the probe's parts alone")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--no-run", action="store_true", help="take what --json holds")
+    parser.add_argument("--write", action="store_true", help="put the table into the document")
     arguments = parser.parse_args()
+    chosen = CASES[:1] if arguments.quick else CASES
+    chosen = tuple(case for case in chosen if re.search(arguments.only, case.name))
     if arguments.parts:
-        shares = parts(arguments.length, arguments.rounds, getattr(torch, arguments.dtype))
-        print(f"unmeasured step of a block, {arguments.dtype}, B={BATCH}, T={arguments.length}")
-        for name, share in {**shares, "all": sum(shares.values())}.items():
-            print(f"  {name:24} {100 * share:5.2f} % of the step")
+        for case in chosen:
+            print_parts(case, arguments.rounds)
         return
-    found = measure(arguments.length, arguments.rounds)
-    if arguments.json:
-        print(json.dumps({"length": arguments.length, **found}))
-        return
-    default = 0.9 * (found["sentinel"] - 1) + 0.1 * (found["default"] - 1)
-    print(f"training step of a block, d={WIDTH}, {HEADS} heads, B={BATCH}, T={arguments.length}")
-    for name, ratio in found.items():
-        print(f"  {name:9} step: {100 * (ratio - 1):6.2f} % over the unwatched step")
-    print(f"  default plan, every 10: {100 * default:.2f} %")
+    if arguments.no_run:
+        found = json.loads(arguments.json.read_text())
+    else:
+        found = {"conditions": conditions(), "cases": []}
+        for case in chosen:
+            found["cases"].append(measured(case, arguments.rounds, arguments.tens))
+            print(json.dumps(found["cases"][-1]), flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1))
+    print(table(found))
+    if arguments.write:
+        put("overhead", table(found))
 
 
 if __name__ == "__main__":

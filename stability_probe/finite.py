@@ -30,6 +30,11 @@ def known_finite(*tensors: Tensor | None) -> bool:
     return True
 
 
+def known_at_most(x: Tensor, limit: float) -> bool:
+    """Whether all values are known to be at most `limit`, as `known_finite` knows."""
+    return x.is_cpu and type(x) in _PLAIN and bool(x.detach().amax().float().numpy() <= limit)
+
+
 def local(tensor: Tensor | None) -> Tensor | None:
     """The part of a tensor that lies on this rank; None of nothing."""
     to_local = getattr(tensor, "to_local", None)

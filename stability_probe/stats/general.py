@@ -22,7 +22,15 @@ from stability_probe.stats.masks import (
     split_masks,
 )
 from stability_probe.stats.precision import FLOAT16_MAX
-from stability_probe.stats.rowsums import FLOOR, INF, Rows, buffers, finish_rows, sum_rows
+from stability_probe.stats.rowsums import (
+    FLOOR,
+    INF,
+    Rows,
+    buffers,
+    count_ties,
+    finish_rows,
+    sum_rows,
+)
 from stability_probe.stats.tiles import Products, Sizes, Tile, block_of, per_pair
 
 
@@ -243,8 +251,7 @@ def _score_numbers(dtype: torch.dtype, S: Tensor, scratch: Tensor, out: dict[str
     """What only the full set asks of S, -inf where hidden."""
     torch.nan_to_num(S, neginf=0.0, out=scratch).abs_().gt_(FLOAT16_MAX)
     torch.sum(scratch, -1, out=out["scaled"])
-    scratch.copy_(S.to(dtype)).eq_(out["largest"].to(dtype).to(torch.float32).unsqueeze(-1))
-    torch.sum(scratch, -1, out=out["ties"])
+    count_ties(dtype, S, scratch, out)
     out["first"].copy_((S[..., 0] - out["largest"]).exp_())
 
 

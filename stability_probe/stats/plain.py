@@ -13,14 +13,20 @@ import torch
 from torch import Tensor
 
 from stability_probe.stats.masks import causal_tile, hide
-from stability_probe.stats.rowsums import INF, Rows, buffers, finish_rows, sum_rows
+from stability_probe.stats.rowsums import INF, Rows, buffers, count_ties, finish_rows, sum_rows
 from stability_probe.stats.tiles import Products, Sizes
 
 
 def plain_pass(
-    products: Products, sizes: Sizes, rows: Rows, bad_BGK: Tensor | None, *, causal: bool
+    products: Products,
+    sizes: Sizes,
+    rows: Rows,
+    bad_BGK: Tensor | None,
+    *,
+    causal: bool,
+    dtype: torch.dtype,
 ) -> None:
-    """Fill the default row numbers.
+    """Fill the row numbers; entries beyond float16 are left at 0, and nothing leaks.
 
     Args:
         products: what fills the tiles.
@@ -28,7 +34,9 @@ def plain_pass(
         rows: to fill.
         bad_BGK: bool, the keys with a value that is not finite; None: there are none.
         causal: whether key j is hidden from query i wherever j > i.
+        dtype: in which the run holds its scores.
     """
+    _count_visible(rows, sizes, causal=causal)
     if bad_BGK is not None:
         products = _repair_keys(products, ~bad_BGK)
     device = products.k_BGKD.device
@@ -41,15 +49,32 @@ def plain_pass(
         if visible is not None:
             corner.add_(hide(visible))
         torch.amax(S, -1, out=out["largest"])
+        if "ties" in out:
+            count_ties(dtype, S, scratch, out)
         S.sub_(out["largest"].unsqueeze(-1))
         if visible is not None:
             torch.maximum(corner, hide(1 - visible), out=corner)
+        if "deviation" in out:
+            _deviate(S, scratch, visible, out)
         sum_rows(S, scratch, out)
-    _count_visible(rows, sizes, causal=causal)
     finish_rows(rows)
     _count_trouble(rows, bad_BGK, causal=causal)
     for name in ("largest", "smallest"):
         rows["raw_" + name].copy_(rows[name])
+
+
+def _deviate(
+    shifted: Tensor, scratch: Tensor, visible: Tensor | None, out: dict[str, Tensor]
+) -> None:
+    """The standard deviation of S over the visible keys, and e of the first one."""
+    n = out["visible"]
+    mean = torch.sum(shifted, -1) / n
+    torch.sub(shifted, mean.unsqueeze(-1), out=scratch)
+    if visible is not None:
+        scratch[..., -visible.shape[-1] :].mul_(visible)
+    torch.linalg.vector_norm(scratch, dim=-1, out=out["deviation"])
+    out["deviation"].div_(n.sqrt())
+    torch.exp(shifted[..., 0], out=out["first"])
 
 
 def _repair_keys(products: Products, good_BGK: Tensor) -> Products:

@@ -98,6 +98,15 @@ def buffers(
         yield tile, [buffer[:n].view(tile.shape) for buffer in store]
 
 
+def count_ties(dtype: torch.dtype, S: Tensor, scratch: Tensor, out: dict[str, Tensor]) -> None:
+    """How many entries of a row equal its largest, as the run's dtype holds them."""
+    if dtype == torch.float32:
+        torch.eq(S, out["largest"].unsqueeze(-1), out=scratch)
+    else:
+        scratch.copy_(S.to(dtype)).eq_(out["largest"].to(dtype).to(torch.float32).unsqueeze(-1))
+    torch.sum(scratch, -1, out=out["ties"])
+
+
 def sum_rows(shifted: Tensor, scratch: Tensor, out: dict[str, Tensor]) -> None:
     """Read S - largest, 0 where masked, into `out`; both tensors are used up.
 

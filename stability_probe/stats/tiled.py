@@ -6,13 +6,16 @@ device: shapes and flags alone decide what runs.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from stability_probe.finite import known_at_most, known_finite
 from stability_probe.records import AttentionCall
 from stability_probe.stats.general import general_pass
 from stability_probe.stats.plain import plain_pass
+from stability_probe.stats.precision import FLOAT16_MAX
 from stability_probe.stats.rowsums import Rows, empty_rows
-from stability_probe.stats.tiles import products_of, sizes_of
+from stability_probe.stats.tiles import Products, products_of, sizes_of
 
 
 def row_pass(call: AttentionCall, bad_keys_BGK: Tensor | None, *, full: bool) -> Rows:
@@ -40,10 +43,22 @@ def row_pass(call: AttentionCall, bad_keys_BGK: Tensor | None, *, full: bool) ->
     products = products_of(call, sizes)
     functions = call.score_mod is not None or call.mask_mod is not None
     masked = bool(call.masks) or call.softcap is not None or call.scores_BHQK is not None
-    if products is None or masked or functions or full:
-        dtype = call.dtype or given.dtype
-        general_pass(call, products, sizes, rows, dtype=dtype, full=full)
+    dtype = call.dtype or given.dtype
+    if products is None or masked or functions or (full and not known_finite(call.q_BHQD)):
+        plain = False
+    elif full and bad_keys_BGK is not None:
+        plain = False  # whose scores that are not finite are counted one by one
     else:
         bad_BGK = None if bad_keys_BGK is None else bad_keys_BGK > 0
-        plain_pass(products, sizes, rows, bad_BGK, causal=call.causal)
+        plain_pass(products, sizes, rows, bad_BGK, causal=call.causal, dtype=dtype)
+        plain = not full or _fits_float16(rows, products)
+    if not plain:
+        general_pass(call, products, sizes, rows, dtype=dtype, full=full)
     return rows
+
+
+def _fits_float16(rows: Rows, products: Products) -> bool:
+    """Whether no entry is known to exceed float16, before the scale or after it."""
+    strength = torch.maximum(rows["largest"], -rows["smallest"])
+    product = strength / products.scale.squeeze(-1).abs()
+    return known_at_most(torch.maximum(strength, product), FLOAT16_MAX)
