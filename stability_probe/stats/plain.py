@@ -71,7 +71,8 @@ def _deviate(
     mean = torch.sum(shifted, -1) / n
     torch.sub(shifted, mean.unsqueeze(-1), out=scratch)
     if visible is not None:
-        scratch[..., -visible.shape[-1] :].mul_(visible)
+        first = scratch.shape[-1] - visible.shape[-1]  # of the keys in the corner
+        scratch[..., first:].mul_(visible)
     torch.linalg.vector_norm(scratch, dim=-1, out=out["deviation"])
     out["deviation"].div_(n.sqrt())
     torch.exp(shifted[..., 0], out=out["first"])

@@ -170,6 +170,18 @@ def test_a_device_that_cannot_be_looked_at_gives_the_same(
             torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
 
 
+def test_more_queries_than_keys_under_a_causal_edge():
+    """Tiles of queries that see every key have no corner."""
+    g = torch.Generator().manual_seed(5)
+    q, k = torch.randn(1, 2, 300, 4, generator=g), torch.randn(1, 2, 5, 4, generator=g)
+    call = AttentionCall(layer="a", q_BHQD=q, k_BGKD=k, causal=True)
+    mask = torch.ones(300, 5, dtype=torch.bool).tril()
+    masked = replace(call, causal=False, masks=(mask,))
+    one, two = (finish(accumulate(c, full=True), full=True) for c in (call, masked))
+    for name, value in one.items():
+        torch.testing.assert_close(value, two[name], rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 def test_products_beyond_float16_are_counted_one_by_one():
     """The short cut of plain calls ends where there is something to count."""
     q = torch.ones(1, 1, 3, 2)
