@@ -32,13 +32,8 @@ class Course:
         """How much is measured at a step."""
         return self.plan.level(step, self.past)
 
-    def begin(self, first: int) -> None:
-        """The run's first step is this one: a resumed run starts where it was."""
-        if self.past.phase_start == 1:
-            self.mark(first)
-
     def mark(self, step: int) -> None:
-        """A phase begins with a step."""
+        """A phase begins with a step; so does the run, which a resumed one begins later."""
         self.past = replace(self.past, phase_start=step)
 
     def take(self, record: StepRecord, next_step: int) -> None:

@@ -192,6 +192,12 @@ class Meter:
         """Whether exact statistics are taken at this step."""
         return self.level.exact
 
+    @property
+    def begun(self) -> bool:
+        """Whether a call of the step under way has been taken in."""
+        with self._lock:
+            return any(slot.pool.rows for slot in self._slots.values())
+
     def call(self, call: AttentionCall) -> None:
         """Reduces a call at once; none of its tensors is kept."""
         given = call.q_BHQD if call.scores_BHQK is None else call.scores_BHQK

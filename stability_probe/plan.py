@@ -81,7 +81,8 @@ class Plan:
             return Level.FULL
         if step % (self.full_every * past.stride) == 0:
             return Level.FULL
-        if step % ((1 if step < past.phase_start + self.dense else self.every) * past.stride) == 0:
+        dense = 0 <= step - past.phase_start < self.dense  # the run may go back before the phase
+        if step % ((1 if dense else self.every) * past.stride) == 0:
             return Level.DEFAULT
         return Level.SENTINEL if past.stride >= WIDEST else self.between
 
@@ -95,9 +96,9 @@ class Plan:
         if not danger or not self.escalation:
             return past
         last = step + self.escalation - 1
-        if past.escalated is None or step > 2 * past.escalated[1] - past.escalated[0] + 1:
+        first, until = past.escalated or (0, -1)
+        if step < first or step > 2 * until - first + 1:  # before: the run has gone back
             return replace(past, escalated=(step, last))
-        first, until = past.escalated
         if step > until + 1:
             return past
         end = first + LONGEST * self.escalation - 1

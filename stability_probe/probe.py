@@ -157,8 +157,10 @@ class Probe:
             phase: what changed, in a few words: "data mix B", "longer context".
         """
         self._phase = phase
-        self._course.mark(self._step + 1)
-        self._meter.level = self._level(self._step + 1)
+        begun = self._meter.begun  # what some of a step's calls got, the others must get too
+        self._course.mark(self._step + 1 + begun)
+        if not begun:
+            self._meter.level = self._level(self._step + 1)
 
     def nonfinite_flag(self) -> Tensor:
         """Device bool, 0-dim: whether a value or gradient of this step so far is not finite.
@@ -244,15 +246,16 @@ class Probe:
 
     def _begin(self, first: int) -> None:
         """What must know the run's first step: a resumed run starts where it was."""
-        self._course.begin(first)
+        self._course.mark(first)
         logdir = self.logdir
         if logdir is not None:
             self._sinks.add(lambda: board(logdir, first))
 
     def _end_step(self, now: int, numbers: dict[str, Scalar], skipped: bool) -> None:
         self._attachment.heal()
-        if self._step == 0:
+        if self._ended == 0:
             self._begin(now)
+        self._ended += 1
         read_sentinel = self._on_cpu or is_trouble(numbers)
         due = self._pool.due
         measurement = self._meter.drain(now, read_sentinel=read_sentinel, for_ranks=due)
@@ -275,16 +278,22 @@ class Probe:
         self._waiting.append(WaitingStep(scalars, copies, measurement, update, ticket))
         self._step = now
         self._escalate -= self._escalate > 0 and (due or not self._pool.pooling)
+        try:
+            self._tell()
+        finally:  # whatever a rule or a sink does, the next step is not measured as this one was
+            self._look_for_ranks()
+            self._attachment.step = self._meter.turn = now + 1
+            self._meter.level = self._level(now + 1)
+        self._announce()
+
+    def _tell(self) -> None:
+        """What has come to be known by the end of a step."""
         self._flush(wait=False)
-        for alert in self._lookout.after_step(now):
+        for alert in self._lookout.after_step(self._step):
             self._raise(alert)
         if self._updates.error is not None:
             error, self._updates.error = self._updates.error, None
             self._fault("watching the optimizer", error)
-        self._look_for_ranks()
-        self._announce()
-        self._attachment.step = self._meter.turn = now + 1
-        self._meter.level = self._level(now + 1)
 
     def _level(self, step: int) -> Level:
         """What is measured at the next step: all of it right after an alert."""
@@ -295,7 +304,6 @@ class Probe:
         return Level.FULL if self._escalate else level
 
     def _look_for_ranks(self) -> None:
-        self._ended += 1
         self._pool.look_for_others(
             self._step,
             lambda: hello(

@@ -122,3 +122,10 @@ def test_a_plan_says_what_it_does() -> None:
         "10 steps after danger; between: bracket; at most 1.0% of the time"
     )
     assert str(every(5)).startswith("every 5; all statistics every 100")
+
+
+def test_a_run_that_goes_back_before_its_phase_is_measured_as_before() -> None:
+    levels = [Plan().level(step, Past(phase_start=5000)) for step in range(1001, 1101)]
+    assert sum(level.whole for level in levels) == 10
+    past = Plan().after(Past(escalated=(5001, 5010)), 1001, danger=True)
+    assert past.escalated == (1001, 1010)

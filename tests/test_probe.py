@@ -21,6 +21,9 @@ from tiny_models import Attention, Model, MultiHead, loss_of, tokens
 from torch import Tensor, nn
 
 import stability_probe as sp
+from stability_probe.alerts.history import History
+from stability_probe.alerts.rule import Verdict
+from stability_probe.alerts.skipped_update import SkippedUpdate
 from stability_probe.records import Alert, Level, Origin, Severity, StepRecord
 from stability_probe.sinks import Event
 
@@ -108,6 +111,65 @@ def test_levels_follow_the_plan_and_a_mark_makes_it_dense_again() -> None:
     assert [s for s, lvl in level.items() if lvl is Level.FULL] == [1, 12]
     assert [r.scalars.phase for r in sink.records] == [""] * 11 + ["longer context"] * 9
     assert all(r.measured == r.level.whole for r in sink.records)
+
+
+@pytest.mark.parametrize(
+    "plan", [sp.Plan(dense=0, full_every=10**6), sp.Plan(full_every=10**6)], ids=["sparse", "dense"]
+)
+def test_a_mark_amid_a_step_leaves_the_step_as_it_was_begun(plan: sp.Plan) -> None:
+    """Micro-batches of two levels do not merge; the rest of the step is measured as its start."""
+    sink, model = Recorder(), Model(Attention())
+    with sp.watch(model, sinks=[sink], plan=plan, strict=True) as probe:
+        for step in range(1, 5):
+            loss_of(model, tokens())
+            if step == 3:
+                probe.mark("longer context")
+                loss_of(model, tokens())
+            probe.step()
+    levels = [r.level for r in sink.records]
+    assert levels == [Level.FULL, levels[1], levels[1], Level.FULL]
+    assert [len(r.observations) for r in sink.records] == [1] * 4
+    assert [o.rows for r in sink.records for o in r.observations] == [36, 36, 72, 36]
+
+
+def test_a_first_mark_amid_a_step_leaves_a_resumed_run_its_dense_start() -> None:
+    sink, model = Recorder(), Model(Attention())
+    with sp.watch(model, sinks=[sink], plan=sp.Plan(dense=3), strict=True) as probe:
+        for step in range(5001, 5007):
+            loss_of(model, tokens())
+            if step == 5001:
+                probe.mark("longer context")
+            probe.step(step=step)
+    assert [r.step for r in sink.records if r.measured] == [5001, 5002, 5003]
+
+
+def test_steps_may_count_from_zero(tmp_path: Path) -> None:
+    sink, model = Recorder(), Model(Attention())
+    with sp.watch(model, tmp_path, sinks=[sink], strict=True) as probe:
+        for step in range(3):
+            loss_of(model, tokens())
+            probe.step(step=step)
+    assert [r.step for r in sink.records] == [0, 1, 2]
+    assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1
+
+
+class Raising(SkippedUpdate):
+    """A rule that fails from step 12 on."""
+
+    def evaluate(self, history: History, step: int) -> Verdict:
+        if step >= 12:
+            raise RuntimeError("a fault of the rule")
+        return {}
+
+
+def test_a_rule_that_raises_does_not_stop_the_plan() -> None:
+    sink, model = Recorder(), Model(Attention())
+    plan = sp.Plan(dense=0, escalation=0, full_every=10**6)
+    with sp.watch(model, sinks=[sink], plan=plan, rules=[Raising()]) as probe:
+        for _ in range(40):
+            loss_of(model, tokens())
+            probe.step()
+    assert [r.step for r in sink.records if r.measured] == [1, 10, 20, 30, 40]
 
 
 def test_every_step_has_its_loss_a_bracket_and_one_heads_maximum() -> None:

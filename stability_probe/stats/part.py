@@ -61,7 +61,7 @@ def part_of(call: AttentionCall, batch: slice, group: slice) -> AttentionCall:
         score_mod=_moved(call.score_mod, batch.start, heads.start, scores=1),
         mask_mod=_moved(call.mask_mod, batch.start, heads.start, scores=0),
         sink_BHQ1=by_head(call.sink_BHQ1),
-        lse_BHQ=by_head(call.lse_BHQ),
+        lse_BHQ=None if call.lse_BHQ is None else call.lse_BHQ[batch, heads],
         output_BHQE=by_head(call.output_BHQE),
         sequences=call.sequences if packed or call.sequences == 0 else None,
     )

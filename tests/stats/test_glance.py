@@ -195,3 +195,19 @@ def test_one_sequence_has_all_heads_and_counts_as_one():
     assert sequence_of(packed, 7).sequences == 5
     chunk = replace(call, sequences=0)  # its sequences are counted with another chunk
     assert sequence_of(chunk, 0).sequences == 0
+
+
+def test_a_part_has_its_own_bounds_and_not_those_of_other_sequences():
+    """The kernel's log-sum-exp has no axis for the head's width; it is cut all the same."""
+    q, k = torch.randn(3, 4, 6, 8), torch.randn(3, 2, 6, 8)
+    q *= torch.tensor([1.0, 30.0, 0.1])[:, None, None, None]
+    scores = q @ k.repeat_interleave(2, 1).mT
+    call = AttentionCall(layer="a", q_BHQD=q, k_BGKD=k, lse_BHQ=scores.logsumexp(-1))
+    for b in range(3):
+        for heads, g in ((slice(0, 2), 0), (slice(2, 4), 1)):
+            part = part_of(call, slice(b, b + 1), slice(g, g + 1))
+            torch.testing.assert_close(part.lse_BHQ, call.lse_BHQ[b : b + 1, heads])
+        got = measured(sequence_of(call, b), full=True)
+        largest = scores[b].amax((1, 2)).numpy()
+        assert (got["max_logit_low"] <= largest).all()
+        assert (largest <= got["max_logit_high"]).all()
