@@ -8,7 +8,7 @@ import torch
 from dense_oracle import statistics
 
 from stability_probe.records import AttentionCall
-from stability_probe.stats.accumulate import accumulate, read
+from stability_probe.stats.accumulate import accumulate
 from stability_probe.stats.finish import finish
 from stability_probe.stats.measure import measure
 from stability_probe.stats.rowmaths import row_maths
