@@ -143,7 +143,7 @@ def attention_kernel(
         for start in range(begin, end, BLOCK_N):
             key_N = start + tl.arange(0, BLOCK_N)
             product = products(
-                q_M, k_head, key_N, q_strides[3], k_strides, K, D, BLOCK_D, BLOCK_M, edge
+                q_M, k_head, key_N, q_strides[3], k_strides, K, D, BLOCK_D, edge
             )
             raw = product * factor
             s = raw

@@ -171,7 +171,7 @@ def _launch(
     # Triton launches on the current device, which need not be that of the tensors
     with torch.cuda.device_of(q):
         kernel[(count,)](
-            q, k, tuple(masks), scale.reshape(sizes.B, sizes.heads), sink, bad_output_BHQ,
+            q, k, tuple(masks), scale.reshape(sizes.B, sizes.heads).contiguous(), sink, bad_output_BHQ,
             table.maxima, table.sums, table.peaks_BHN, table.peak_rows_BHN, table.row_entropy_BHQ,
             sizes.Q, sizes.K, sizes.heads, sizes.R, table.peaks_BHN.shape[-1],
             float(call.softcap or 0.0), rounds_to_one(score_dtype(call)),

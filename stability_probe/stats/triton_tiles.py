@@ -22,13 +22,11 @@ def products(
     K,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     CUT: tl.constexpr,
 ):
     """q.k as float32 [M, N]: whole float32 products, or exact ones of halves summed in float32."""
     k_N = k_head + key_N.to(tl.int64) * k_strides[2]
-    product = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    product = tl.full([q_M.shape[0], key_N.shape[0]], 0.0, tl.float32)
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
         wide = d < D
