@@ -20,6 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stability_probe.stats import masks as mask_tiles
+from stability_probe.stats import precision, rowsums, scored
 from stability_probe.stats.triton_rows import (
     distribution,
     most,
@@ -39,10 +41,10 @@ from stability_probe.stats.triton_tiles import (
 )
 
 INF = tl.constexpr(float("inf"))
-FLOOR = tl.constexpr(-43.0)  # rowsums.FLOOR
-LEAK_WEIGHT = tl.constexpr(1e-6)  # scored.LEAK_WEIGHT
-MASKED_BIAS = tl.constexpr(-9e3)  # masks.MASKED_BIAS
-FLOAT16_MAX = tl.constexpr(65504.0)  # precision.FLOAT16_MAX
+FLOOR = tl.constexpr(rowsums.FLOOR)
+LEAK_WEIGHT = tl.constexpr(scored.LEAK_WEIGHT)
+MASKED_BIAS = tl.constexpr(mask_tiles.MASKED_BIAS)
+FLOAT16_MAX = tl.constexpr(precision.FLOAT16_MAX)
 
 
 @triton.jit(do_not_specialize=["Q", "K", "blocks"])
@@ -142,9 +144,7 @@ def attention_kernel(
         end = stop if edge else whole
         for start in range(begin, end, BLOCK_N):
             key_N = start + tl.arange(0, BLOCK_N)
-            product = products(
-                q_M, k_head, key_N, q_strides[3], k_strides, K, D, BLOCK_D, edge
-            )
+            product = products(q_M, k_head, key_N, q_strides[3], k_strides, K, D, BLOCK_D, edge)
             raw = product * factor
             s = raw
             if CAPPED:

@@ -9,6 +9,7 @@ K key positions, N blocks of queries, D head width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -23,10 +24,9 @@ from stability_probe.stats.catalogue import HISTOGRAM_BINS
 from stability_probe.stats.peak import peak_at
 from stability_probe.stats.precision import rounds_to_one
 from stability_probe.stats.scored import Scored, largest_product, no_peak, score_dtype
-from stability_probe.stats.tiles import Sizes, scale_of, sizes_of
+from stability_probe.stats.tiles import scale_of, sizes_of
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_WIDTH = 128  # a wider head is multiplied in parts
 _OLDEST = (8, 0)  # compute capability; before it there is no bfloat16
 
 
@@ -75,16 +75,19 @@ def _kernel_module() -> Any:
     return triton_kernel
 
 
-def blocks_of(call: AttentionCall) -> Blocks:
-    """How to cut a call; float32 products run on the scalar units, and want smaller blocks."""
+def blocks_of(call: AttentionCall, *, full: bool) -> Blocks:
+    """How to cut a call: the largest blocks whose numbers stay in registers.
+
+    As the assembler reports it for compute capability 8.0, widths 64 and 128: none spilled, at
+    most 30 bytes with masks and every statistic. Not tuned on a device.
+    """
     assert call.q_BHQD is not None
     assert call.k_BGKD is not None
-    D = call.q_BHQD.shape[-1]
-    width = max(16, 1 << (D - 1).bit_length()) if D <= _WIDTH else _WIDTH // 2
-    half = call.q_BHQD.dtype == call.k_BGKD.dtype != torch.float32
-    if half:
-        return Blocks(queries=128, keys=64, width=width, warps=8, stages=2)
-    return Blocks(queries=64, keys=32, width=width, warps=4, stages=2)
+    width = max(16, 1 << (call.q_BHQD.shape[-1] - 1).bit_length())  # the least that is multiplied
+    if call.q_BHQD.dtype == call.k_BGKD.dtype != torch.float32:
+        width = width if width <= 128 else 64
+        return Blocks(queries=128, keys=32 if full else 64, width=width, warps=8, stages=2)
+    return Blocks(queries=64, keys=32, width=min(width, 32), warps=8, stages=2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,16 +115,16 @@ def sum_names(*, full: bool, output: bool, sink: bool) -> tuple[str, ...]:
         output: whether the kernel is given `bad_output`.
         sink: whether it is given `sink`.
     """
-    names = ("entropy_rows", "entries", "entropy", "entropy_ratio", "trace", "gap")
-    names += ("masked_rows", "scores")
+    names = ["entropy_rows", "entries", "entropy", "entropy_ratio", "trace", "gap"]
+    names += ["masked_rows", "scores"]
     if output:
-        names += ("output", "masked_output")
+        names += ["output", "masked_output"]
     if full:
-        names += ("top_weight", "first", "deviation", "tied", "saturated")
-        names += ("leaking", "unscaled", "scaled")
-        names += ("sink", "sink_rows") if sink else ()
-        names += tuple(f"bin_{i}" for i in range(HISTOGRAM_BINS))
-    return names
+        names += ["top_weight", "first", "deviation", "tied", "saturated"]
+        names += ["leaking", "unscaled", "scaled"]
+        names += ["sink", "sink_rows"] if sink else []
+        names += [f"bin_{i}" for i in range(HISTOGRAM_BINS)]
+    return tuple(names)
 
 
 def triton_scores(
@@ -148,68 +151,53 @@ def triton_scores(
 def _launch(
     call: AttentionCall, bad_output_BHQ: Tensor | None, *, full: bool, rows: bool
 ) -> _Table:
+    """Start the kernel; what it fills is there when the device gets to it."""
     assert call.q_BHQD is not None
     assert call.k_BGKD is not None
-    q, k, sizes, blocks = (
-        call.q_BHQD.detach(),
-        call.k_BGKD.detach(),
-        sizes_of(call),
-        blocks_of(call),
-    )
+    q, k, sizes = call.q_BHQD.detach(), call.k_BGKD.detach(), sizes_of(call)
+    blocks = blocks_of(call, full=full)
     pairs = (sizes.B, sizes.heads, sizes.Q, sizes.K)
-    masks = [mask.detach().expand(pairs) for mask in call.masks]
+    masks = tuple(mask.detach().expand(pairs) for mask in call.masks)
+    added = tuple(mask.dtype != torch.bool for mask in masks)
+    scale = scale_of(call, sizes, q.device).expand(sizes.B, sizes.G, sizes.R, 1, 1)
     sink = None
     if full and call.sink_BHQ1 is not None:
         sink = call.sink_BHQ1.detach().expand(*pairs[:3], 1).squeeze(-1)
-    table = _empty_table(
-        sizes, -(-sizes.Q // blocks.queries), q.device,
-        full=full, rows=rows, output=bad_output_BHQ is not None, sink=sink is not None,
-    )  # fmt: skip
-    kernel = _kernel_module().attention_kernel
-    scale = scale_of(call, sizes, q.device).expand(sizes.B, sizes.G, sizes.R, 1, 1)
-    count = table.peaks_BHN.numel()
-    # Triton launches on the current device, which need not be that of the tensors
-    with torch.cuda.device_of(q):
-        kernel[(count,)](
-            q, k, tuple(masks), scale.reshape(sizes.B, sizes.heads).contiguous(), sink, bad_output_BHQ,
+    names = sum_names(full=full, output=bad_output_BHQ is not None, sink=sink is not None)
+    columns = (sizes.B, sizes.heads, -(-sizes.Q // blocks.queries))
+    table = _empty_table(columns, q.device, full=full, sums=len(names), rows=rows and sizes.Q)
+    module = _kernel_module()
+    # Triton starts kernels on the current device, which need not be that of the tensors
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        module.attention_kernel[(math.prod(columns),)](
+            q, k, masks, scale.reshape(sizes.B, sizes.heads).contiguous(), sink, bad_output_BHQ,
             table.maxima, table.sums, table.peaks_BHN, table.peak_rows_BHN, table.row_entropy_BHQ,
-            sizes.Q, sizes.K, sizes.heads, sizes.R, table.peaks_BHN.shape[-1],
-            float(call.softcap or 0.0), rounds_to_one(score_dtype(call)),
-            q.stride(), k.stride(), tuple(m.stride() for m in masks),
+            sizes.Q, sizes.K, sizes.heads, sizes.R, columns[-1],
+            call.softcap or 0.0, rounds_to_one(score_dtype(call)),
+            q.stride(), k.stride(), tuple(mask.stride() for mask in masks),
             () if sink is None else sink.stride(),
-            ADDED=tuple(m.dtype != torch.bool for m in masks),
-            BIASED=any(m.dtype != torch.bool for m in masks),
-            CAUSAL=call.causal, CAPPED=call.softcap is not None, FULL=full,
-            DTYPE=_triton_dtype(score_dtype(call)), D=q.shape[-1], BLOCK_D=blocks.width,
-            BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
+            ADDED=added, BIASED=any(added), CAUSAL=call.causal, CAPPED=call.softcap is not None,
+            FULL=full, DTYPE=getattr(module.tl, _DTYPES[score_dtype(call)]),
+            D=q.shape[-1], BLOCK_D=blocks.width, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
             num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=False,
         )  # fmt: skip
     return table
 
 
 def _empty_table(
-    sizes: Sizes,
-    blocks: int,
-    device: torch.device,
-    *,
-    full: bool,
-    rows: bool,
-    output: bool,
-    sink: bool,
+    columns: tuple[int, int, int], device: torch.device, *, full: bool, sums: int, rows: int
 ) -> _Table:
-    columns = (sizes.B, sizes.heads, blocks)
-    sums = len(sum_names(full=full, output=output, sink=sink))
+    """Room for what the kernel fills in; `rows` queries per head have their entropy stored."""
+    maxima = len(maxima_names(full=full))
     return _Table(
-        maxima=torch.empty((len(maxima_names(full=full)), *columns), device=device),
+        maxima=torch.empty((maxima, *columns), dtype=torch.float32, device=device),
         sums=torch.empty((sums, *columns), dtype=torch.float64, device=device),
-        peaks_BHN=torch.empty(columns, device=device),
+        peaks_BHN=torch.empty(columns, dtype=torch.float32, device=device),
         peak_rows_BHN=torch.empty(columns, dtype=torch.int32, device=device),
-        row_entropy_BHQ=torch.empty((*columns[:2], sizes.Q), device=device) if rows else None,
+        row_entropy_BHQ=torch.empty((*columns[:2], rows), dtype=torch.float32, device=device)
+        if rows
+        else None,
     )
-
-
-def _triton_dtype(dtype: torch.dtype) -> Any:
-    return getattr(_kernel_module().tl, _DTYPES[dtype])
 
 
 def _peak(call: AttentionCall, table: _Table) -> Tensor:

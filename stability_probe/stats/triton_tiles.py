@@ -8,8 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stability_probe.stats import rowsums
+
 INF = tl.constexpr(float("inf"))
-FLOOR = tl.constexpr(-43.0)  # rowsums.FLOOR
+FLOOR = tl.constexpr(rowsums.FLOOR)
 
 
 @triton.jit
@@ -28,7 +30,7 @@ def products(
     k_N = k_head + key_N.to(tl.int64) * k_strides[2]
     product = tl.full([q_M.shape[0], key_N.shape[0]], 0.0, tl.float32)
     for first in range(0, D, BLOCK_D):
-        d = first + tl.arange(0, BLOCK_D)
+        d = (first + tl.arange(0, BLOCK_D)).to(tl.int64)
         wide = d < D
         there = wide[:, None] & (key_N < K)[None, :] if CUT else wide[:, None]
         a = tl.load(q_M[:, None] + (d * q_step)[None, :], mask=wide[None, :], other=0.0)
