@@ -27,7 +27,7 @@ from stability_probe.stats.scored import Scored, largest_product, no_peak, score
 from stability_probe.stats.tiles import scale_of, sizes_of
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_OLDEST = (8, 0)  # compute capability; before it there is no bfloat16
+_OLDEST = 8  # compute capability: before it bfloat16 and copies in flight are missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ def triton_refuses(call: AttentionCall) -> str | None:
         return None
     if q.device.type != "cuda":
         return f"it is on {q.device}; expected a CUDA device. Move it to one."
-    capability = torch.cuda.get_device_capability(q.device)
-    if torch.version.hip is None and capability < _OLDEST:
-        return f"{q.device} has compute capability {capability}; expected {_OLDEST} or more."
+    major, minor = torch.cuda.get_device_capability(q.device)
+    if torch.version.hip is None and major < _OLDEST:
+        return f"{q.device} has compute capability {major}.{minor}; expected {_OLDEST}.0 or more."
     return None
 
 

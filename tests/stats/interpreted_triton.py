@@ -174,8 +174,8 @@ def test_one_half_and_one_whole_input():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_that_are_not_integers(dtype: torch.dtype):
     g = torch.Generator().manual_seed(1)
-    q, k = 2 * torch.randn(1, 4, 34, 33, generator=g), torch.randn(1, 2, 40, 33, generator=g)
-    scale = torch.tensor([0.3, 0.1, -0.2, 0.5]).view(4, 1, 1)
+    q, k = 2 * torch.randn(1, 2, 34, 33, generator=g), torch.randn(1, 1, 40, 33, generator=g)
+    scale = torch.tensor([0.3, -0.2]).view(2, 1, 1)
     call = AttentionCall(
         layer="a", q_BHQD=q.to(dtype), k_BGKD=k.to(dtype), scale=scale, causal=True, dtype=dtype
     )
@@ -217,7 +217,7 @@ def test_slope_of_nearly_one_hot_rows():
         scores[0, h, :, 0] = -gap - 2 * torch.rand(40, generator=g)
         scores[0, h, torch.randperm(40, generator=g)[:tied]] = 0.0
     q = torch.ones(1, len(cases), 1, 1)
-    for level in (0.0, 300.0, -2000.0):
+    for level in (0.0, -2000.0):
         got = measure(q, scores + level, scale=1.0, backend="triton")
         want = statistics(q, scores + level, scale=1.0)
         for name in ("softmax_slope", "jacobian_trace"):
@@ -310,7 +310,7 @@ def test_no_rows_at_all(shape: tuple[int, ...]):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=200)
 @given(call=calls(spoilt=False) | calls(spoilt=True).map(lambda c: replace(c, softcap=None)))
 def test_every_statistic_equals_its_definition(call: AttentionCall):
     check(call)
