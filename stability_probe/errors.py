@@ -36,5 +36,9 @@ class FrameError(StabilityProbeError, ValueError):
     """A DataFrame that cannot be read as a recorded run."""
 
 
+class BackendError(StabilityProbeError, ValueError):
+    """The backend asked for cannot take the statistics of a call."""
+
+
 class ShapeError(StabilityProbeError, ValueError):
     """Tensor shapes, dtypes or devices that do not fit together."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from stability_probe.errors import ShapeError
 from stability_probe.records import AttentionCall
 from stability_probe.stats.accumulate import read
+from stability_probe.stats.backend import Backend
 from stability_probe.stats.finish import finish
-from stability_probe.stats.rowmaths import row_maths
 
 
 def measure(
@@ -33,6 +33,7 @@ def measure(
     sinks: Tensor | None = None,
     enable_gqa: bool = False,
     rows: bool = False,
+    backend: Backend = "auto",
 ) -> dict[str, Tensor]:
     """Every statistic of one attention call, exactly, per query head.
 
@@ -60,6 +61,8 @@ def measure(
             broadcasts to [B, H, Q, 1]. They enter `sink_mass` only.
         enable_gqa: let G be a divisor of H; query head h then reads key head h // (H / G).
         rows: also give every row's entropy.
+        backend: "auto" takes the Triton kernel where it can read the call, on a CUDA device without
+            `score_mod` and `mask_mod`, else PyTorch; "torch" and "triton" force one.
 
     Returns:
         Statistic name -> float32 [H], on the device of q; `entropy_hist` is [H, 16]. NaN means
@@ -68,6 +71,7 @@ def measure(
 
     Raises:
         ShapeError: shapes, dtypes or devices that do not fit together.
+        BackendError: `backend` cannot read this call, or is none.
     """
     q_BHQD, k_BGKD = _four_axes("q", q), _four_axes("k", k)
     v_BGKE = None if v is None else _four_axes("v", v)
@@ -100,11 +104,10 @@ def measure(
         sink_BHQ1=sinks,
         dtype=q.dtype,
     )
-    row_numbers, accumulators = read(call, full=True)
+    accumulators, row_entropy = read(call, full=True, rows=rows, backend=backend)
     values = finish(accumulators, full=True)
-    if rows:
-        maths = row_maths(row_numbers.per_head())
-        values["row_entropy"] = torch.where(maths.counts, maths.entropy, float("nan"))
+    if row_entropy is not None:
+        values["row_entropy"] = row_entropy
     return values
 
 

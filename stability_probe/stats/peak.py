@@ -17,9 +17,8 @@ from stability_probe.stats.tiles import scale_of, sizes_of
 def peak_of(call: AttentionCall, rows: Rows) -> Tensor:
     """The peak of each head: float32 [5, H] in the order of `accumulators.PEAK`.
 
-    The rows' extrema say which query it is; one row per head is then formed again, and the key is
-    the one whose product comes nearest to that extremum. NaN where q and k are not known, or no
-    pair is visible.
+    The rows' extrema say which query it is. NaN where q and k are not known, or no pair is
+    visible.
     """
     sizes = sizes_of(call)
     high_HN, low_HN = (
@@ -30,13 +29,29 @@ def peak_of(call: AttentionCall, rows: Rows) -> Tensor:
     if call.q_BHQD is None or call.k_BGKD is None or sizes.empty:
         return high_HN.new_full((5, H), float("nan"))
     n_H = torch.maximum(high_HN, -low_HN).argmax(-1)
-    b_H, i_H, h_H = n_H // Q, n_H % Q, torch.arange(H, device=n_H.device)
+    h_H = torch.arange(H, device=n_H.device)
     high_H, low_H = high_HN[h_H, n_H], low_HN[h_H, n_H]
-    logit_H = torch.where(high_H >= -low_H, high_H, low_H)
+    return peak_at(call, n_H // Q, n_H % Q, torch.where(high_H >= -low_H, high_H, low_H))
 
+
+def peak_at(call: AttentionCall, b_H: Tensor, i_H: Tensor, logit_H: Tensor) -> Tensor:
+    """The peak of each head whose sequence, query and value of scale x q.k are known.
+
+    That one row per head is formed again, and the key is the one whose product comes nearest.
+
+    Args:
+        call: with q and k.
+        b_H: int64.
+        i_H: int64.
+        logit_H: float32; infinite where no pair is visible.
+    """
+    assert call.q_BHQD is not None
+    assert call.k_BGKD is not None
+    sizes = sizes_of(call)
+    H, h_H = sizes.heads, torch.arange(sizes.heads, device=logit_H.device)
     q_HD = call.q_BHQD.detach()[b_H, h_H, i_H].to(torch.float32)
     k_HKD = call.k_BGKD.detach()[b_H, h_H // sizes.R].to(torch.float32)
-    scale = scale_of(call, sizes, n_H.device).expand(sizes.B, sizes.G, sizes.R, 1, 1)
+    scale = scale_of(call, sizes, logit_H.device).expand(sizes.B, sizes.G, sizes.R, 1, 1)
     scale_H = scale.reshape(sizes.B, H)[b_H, h_H]
     s_HK = torch.bmm(k_HKD, (q_HD * scale_H[:, None]).unsqueeze(-1)).squeeze(-1)
     distance_HK = torch.nan_to_num((s_HK - logit_H[:, None]).abs(), nan=INF)

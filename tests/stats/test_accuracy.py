@@ -8,10 +8,11 @@ import torch
 from dense_oracle import statistics
 
 from stability_probe.records import AttentionCall
-from stability_probe.stats.accumulate import accumulate, read
+from stability_probe.stats.accumulate import accumulate
 from stability_probe.stats.finish import finish
 from stability_probe.stats.measure import measure
 from stability_probe.stats.rowmaths import row_maths
+from stability_probe.stats.tiled import row_pass
 
 
 @pytest.mark.parametrize(("offset", "limit"), [(1.0, 2e-6), (100.0, 1.5e-5), (1e4, 1e-3)])
@@ -57,7 +58,7 @@ def test_entropy_is_never_negative():
     g = torch.Generator().manual_seed(0)
     for size in (1.0, 30.0, 1e3, 1e4):
         scores = size * torch.randn(1, 4, 64, 64, generator=g)
-        rows, _ = read(AttentionCall(layer="a", scores_BHQK=scores), full=False)
+        rows = row_pass(AttentionCall(layer="a", scores_BHQK=scores), None, full=False)
         maths = row_maths(rows.per_head())
         assert (maths.entropy >= 0).all()
         assert ((maths.entropy_ratio >= 0) & (maths.entropy_ratio <= 1)).all()
