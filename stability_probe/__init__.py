@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stability_probe.errors import (
         AlreadyWatchedError,
+        BackendError,
         EvalModeError,
         LogDirectoryError,
         NoAttentionError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Alert": "records",
     "AlreadyWatchedError": "errors",
+    "BackendError": "errors",
     "EvalModeError": "errors",
     "Level": "records",
     "LogDirectoryError": "errors",
@@ -61,6 +63,7 @@ _HOMES = {
 __all__ = [
     "Alert",
     "AlreadyWatchedError",
+    "BackendError",
     "EvalModeError",
     "Level",
     "LogDirectoryError",

@@ -29,6 +29,7 @@ from stability_probe.sentinel import (
 )
 from stability_probe.stats.accumulate import accumulate
 from stability_probe.stats.accumulators import Accumulators, concatenate, merge
+from stability_probe.stats.backend import Backend, check_backend
 from stability_probe.stats.finish import finish
 from stability_probe.stats.glance import glance, glanced
 from stability_probe.stats.part import sequence_of
@@ -176,8 +177,18 @@ class Meter:
         latest: statistic -> layer -> [heads], of the last step with exact statistics.
     """
 
-    def __init__(self, stopwatch: Stopwatch | None = None) -> None:
-        """Start with everything measured; `stopwatch` times what is done in the user's step."""
+    def __init__(self, stopwatch: Stopwatch | None = None, backend: Backend = "auto") -> None:
+        """Start with everything measured.
+
+        Args:
+            stopwatch: times what is done in the user's step.
+            backend: what reads the scores; see `stats.backend.score`.
+
+        Raises:
+            BackendError: there is no such backend.
+        """
+        check_backend(backend)
+        self._backend = backend
         self._stopwatch = stopwatch or Stopwatch(on=False)
         self.level = Level.FULL
         self.turn = 0
@@ -210,7 +221,9 @@ class Meter:
             pool.glance = glance(call, self.turn)
         elif self.measuring:
             call = sequence_of(call, self.turn) if self.level is Level.SEQUENCE else call
-            pool.accumulators = accumulate(call, full=self.level is Level.FULL)
+            pool.accumulators = accumulate(
+                call, full=self.level is Level.FULL, backend=self._backend
+            )
         pool.sequences, pool.rows = _sequences(call), _rows(call)
         with self._lock:
             slot = self._slot(call)

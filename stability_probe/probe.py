@@ -39,6 +39,7 @@ from stability_probe.records import (
 from stability_probe.roster import hello, layers_here, layers_of
 from stability_probe.sinks import Sink
 from stability_probe.sinks.guard import GuardedSinks
+from stability_probe.stats.backend import Backend
 from stability_probe.updates import Updates
 from stability_probe.views.coverage import coverage_text
 from stability_probe.waiting import (
@@ -74,6 +75,7 @@ class Probe:
         allow_eval: bool = False,
         pool: bool = True,
         compiled: bool = True,
+        backend: Backend = "auto",
     ) -> None:
         self._rank = own_rank()
         self._writes = self._rank == 0 or not pool
@@ -83,7 +85,7 @@ class Probe:
         self._monitor = Monitor(rules)
         self._on_alert, self._optimizer, self._strict = on_alert, optimizer, strict
         self._course = Course(self._plan)
-        self._meter = Meter(self._course.stopwatch)
+        self._meter = Meter(self._course.stopwatch, backend)
         self._attachment = attach(
             model, self._meter, strict=strict, allow_eval=allow_eval, compiled=compiled
         )
@@ -405,6 +407,7 @@ def watch(
     allow_eval: bool = False,
     pool: bool = True,
     compiled: bool = True,
+    backend: Backend = "auto",
 ) -> Probe:
     """Starts to watch the attention layers of a model that trains.
 
@@ -429,8 +432,12 @@ def watch(
             records and writes for itself; give each a directory of its own.
         compiled: also watch what torch.compile makes of the model after this call; False leaves
             compiled graphs as they are, and unwatched.
+        backend: what takes the statistics: "torch", "triton" (CUDA; a site with calls that its
+            kernel cannot read is an alert and is not watched), or "auto", which takes Triton
+            where it can and PyTorch elsewhere.
 
     Raises:
+        BackendError: there is no such backend.
         NoAttentionError, EvalModeError, AlreadyWatchedError: the model cannot be watched.
         LogDirectoryError: the directory cannot be made or written.
     """
@@ -446,4 +453,5 @@ def watch(
         allow_eval=allow_eval,
         pool=pool,
         compiled=compiled,
+        backend=backend,
     )

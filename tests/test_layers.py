@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "roster": {"records", "plan", "meter", "capture", "ranks"},
     "waiting": {"records", "meter", "transfer", "ranks", "updates"},
     "probe": {
-        "modes",
+        "modes", "stats",
         "records", "errors", "plan", "header", "waiting", "meter", "capture", "lookout",
         "course", "updates", "monitor", "alerts", "runlog", "sinks",
         "views", "outputs", "ranks", "roster",

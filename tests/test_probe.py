@@ -24,6 +24,7 @@ import stability_probe as sp
 from stability_probe.alerts.history import History
 from stability_probe.alerts.rule import Verdict
 from stability_probe.alerts.skipped_update import SkippedUpdate
+from stability_probe.errors import BackendError
 from stability_probe.records import Alert, Level, Origin, Severity, StepRecord
 from stability_probe.sinks import Event
 
@@ -221,6 +222,19 @@ def test_danger_is_measured_fully_from_the_next_step_on() -> None:
     assert full[:5] == [1, 19, 20, 21, 22]
     assert full[1:] == list(range(19, full[-1] + 1))
     assert full[-1] < 40
+
+
+def test_the_backend_is_checked_at_once_and_a_forced_one_that_cannot_read_is_told() -> None:
+    model = Model(Attention())
+    with pytest.raises(BackendError, match="backend is 'cuda'; expected 'auto', 'torch' or 'tr"):
+        sp.watch(model, backend="cuda")
+    with sp.watch(model, backend="torch", strict=True) as probe:
+        train_step(model, probe)
+        assert probe.latest("entropy")
+    with sp.watch(model, backend="triton") as probe:  # on a CPU
+        train_step(model, probe)
+    (alert,) = [a for a in probe.alerts if a.rule == "probe_fault"]
+    assert "backend='triton' cannot read this call" in alert.message
 
 
 def poison(model: nn.Module, where: str) -> None:

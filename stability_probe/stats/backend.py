@@ -5,7 +5,7 @@ A further backend is one more entry of `_BACKENDS`: what it cannot read, and the
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Mapping
 from typing import Literal, get_args
 
@@ -21,6 +21,7 @@ from stability_probe.stats.triton_scores import triton_refuses, triton_scores
 
 Backend = Literal["auto", "torch", "triton"]
 
+_LOG = logging.getLogger("stability_probe")
 _failed: list[str] = []  # why "auto" takes Triton no more in this process
 
 
@@ -41,14 +42,14 @@ def score(
         rows: see there.
         backend: "torch" reads any call. "triton" reads q and k with one kernel of its own. "auto"
             takes Triton for what it can read on a CUDA device, else PyTorch; should the kernel
-            not compile or start on this machine it warns once and takes PyTorch from then on.
+            not compile or start on this machine it says so once in the log, and takes PyTorch
+            from then on.
 
     Raises:
         BackendError: the backend asked for cannot read the call.
         ValueError: the call has neither q and k nor scores.
     """
-    if backend not in get_args(Backend):
-        raise BackendError(f"backend is {backend!r}; expected 'auto', 'torch' or 'triton'.")
+    check_backend(backend)
     if backend == "torch" or sizes_of(call).empty:
         return torch_scores(call, bad, full=full, rows=rows)
     if backend == "auto":
@@ -62,6 +63,16 @@ def score(
     return triton_scores(call, bad, full=full, rows=rows)
 
 
+def check_backend(backend: str) -> None:
+    """Refuses what is no backend.
+
+    Raises:
+        BackendError: it is none.
+    """
+    if backend not in get_args(Backend):
+        raise BackendError(f"backend is {backend!r}; expected 'auto', 'torch' or 'triton'.")
+
+
 def _automatic(call: AttentionCall, bad: Mapping[str, Tensor], *, full: bool, rows: bool) -> Scored:
     on_device = call.q_BHQD is not None and call.q_BHQD.device.type == "cuda"
     if on_device and not _failed and triton_refuses(call) is None:
@@ -72,11 +83,11 @@ def _automatic(call: AttentionCall, bad: Mapping[str, Tensor], *, full: bool, ro
         except Exception as error:
             # no C compiler, an unknown GPU: found out only when the kernel is first built
             _failed.append(f"{type(error).__name__}: {error}")
-            warnings.warn(
-                f"Triton could not run the attention statistics ({_failed[0]}). They are taken "
-                f"in PyTorch instead, exactly but more slowly. Pass backend='triton' to see the "
-                f"error, or backend='torch' to silence this.",
-                RuntimeWarning,
-                stacklevel=2,
+            # no `warnings.warn`: where warnings are errors it would stop more than itself
+            _LOG.warning(
+                "Triton could not run the attention statistics (%s). They are taken in PyTorch "
+                "instead, exactly but more slowly. Pass backend='triton' to see the error, or "
+                "backend='torch' to silence this.",
+                _failed[0],
             )
     return torch_scores(call, bad, full=full, rows=rows)
