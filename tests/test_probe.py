@@ -26,6 +26,7 @@ from stability_probe.alerts.rule import Verdict
 from stability_probe.alerts.skipped_update import SkippedUpdate
 from stability_probe.errors import BackendError
 from stability_probe.records import Alert, Level, Origin, Severity, StepRecord
+from stability_probe.runlog import read as log_reader
 from stability_probe.sinks import Event
 
 
@@ -341,6 +342,28 @@ def test_frames_in_memory_and_on_disk_are_the_same(tmp_path: Path) -> None:
                 train_step(model, probe)
             frames.append(probe.frame())
     pd.testing.assert_frame_equal(*frames)
+
+
+def test_a_frame_may_leave_out_the_steps_with_bounds_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, read = Model(Attention()), []
+    with sp.watch(model, tmp_path, strict=True, plan=sp.every(4)) as probe:
+        for _ in range(9):
+            train_step(model, probe)
+    run = sp.load(tmp_path)
+    whole = run.frame()
+    batch_of = log_reader._read_batch
+    monkeypatch.setattr(log_reader, "_read_batch", lambda s: (read.append(s.step), batch_of(s))[1])
+    frame = run.frame(bounds=False)
+    assert read == [1, 4, 8]
+    expected = whole[whole["step"].isin(read)].reset_index(drop=True)
+    pd.testing.assert_frame_equal(
+        frame, expected.drop(columns="rotating_max_logit"), check_like=True
+    )
+    read.clear()
+    run.plot()
+    assert read == [1, 4, 8]
 
 
 def diverge(logdir: Path | None, **options: object) -> sp.Probe:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stability_probe.errors import RunNotFoundError
-from stability_probe.records import Alert, RunHeader, StepRecord
+from stability_probe.records import Alert, Level, RunHeader, StepRecord
 from stability_probe.runlog.salvage import StoredStep, Stream, Warn
 from stability_probe.runlog.scan import run_files, scan
 from stability_probe.runlog.schema import (
@@ -106,7 +106,7 @@ class Run:
         }
         return pd.DataFrame(columns)
 
-    def frame(self, *, histograms: bool = False) -> pd.DataFrame:
+    def frame(self, *, histograms: bool = False, bounds: bool = True) -> pd.DataFrame:
         """The statistics of all measured steps, one row a (step, layer, head).
 
         Columns: step, layer (canonical name, categorical in the order of the layers), head, and
@@ -115,12 +115,14 @@ class Run:
 
         Args:
             histograms: also `entropy_hist`, as a column of arrays [16] or None.
+            bounds: also the steps at which only bounds were taken. They are most of the steps
+                of a long run: without them they are not even read.
         """
         from stability_probe.runlog.table import long_table
 
         batches = (
             (batch, stored.stream.head)
-            for stored, batch in self._batches()
+            for stored, batch in self._batches(bounds=bounds)
             if batch is not None and stored.stream is not None
         )
         return long_table(batches, histograms=histograms)
@@ -148,9 +150,16 @@ class Run:
             figure.savefig(path)
         return figure
 
-    def _batches(self) -> Iterator[tuple[StoredStep, pa.RecordBatch | None]]:
-        """Each step with its record batch; None where there is none."""
+    def _batches(
+        self, *, bounds: bool = True
+    ) -> Iterator[tuple[StoredStep, pa.RecordBatch | None]]:
+        """Each step with its record batch, None where there is none.
+
+        `bounds`: also those at which only bounds were taken.
+        """
         for stored in self._steps:
+            if not bounds and stored.line.level is Level.BRACKET:
+                continue
             try:
                 yield stored, _read_batch(stored)
             except UNREADABLE as error:

@@ -129,12 +129,16 @@ def _from_lse(
 ) -> Bracket:
     """From the kernel's log-sum-exp; n is at most the keys before the causal edge."""
     high_H = lse_BHQ.to(torch.float32).amax((0, 2))
-    known_HQ = _known(lse_BHQ.to(torch.float32)).amax(0)  # n is the same for every sequence
-    top_H = known_HQ.amax(-1)
+    known_BHQ = _known(lse_BHQ.to(torch.float32))
+    top_H = known_BHQ.amax((0, 2))
+    if call.masks or call.mask_mod is not None:
+        # a kernel may say 0 of a row without any visible key, as PyTorch's does on a CPU
+        known_BHQ = torch.where(known_BHQ == 0, -_INF, known_BHQ)
+    known_HQ = known_BHQ.amax(0)  # n is the same for every sequence
     if call.causal:
         low_H = lse_bracket(known_HQ, _visible(sizes, known_HQ.device))[0].amax(-1)
     else:
-        low_H = lse_bracket(top_H, float(sizes.K))[0]
+        low_H = lse_bracket(known_HQ.amax(-1), float(sizes.K))[0]
     # both ends come from log-sum-exps between top - ln K and top
     slack_H = top_H.abs().mul_(_LSE_ULPS * _EPS).add_((sizes.K + _EXP_ULPS) * _EPS)
     if reach_H is not None and call.q_BHQD is not None:

@@ -39,7 +39,7 @@ def overview(run: Recorded, *, title: str | None = None) -> Figure:
     Returns:
         A figure of 1000 x 800 pixels, for `figure.savefig(path)`.
     """
-    frame, found = measured(run.frame()), episodes(run.alerts)
+    frame, found = measured(run.frame(bounds=False)), episodes(run.alerts)
     layers = largest_logit(frame)
     losses = _given({"train": loss_curve(run), "evaluation": evaluation_curve(run)})
     first, last = step_range([run], [frame])
@@ -101,7 +101,7 @@ def collapse(
 
 
 def _draw_runs(axes: Sequence[Axes], runs: Mapping[str, Recorded]) -> None:
-    frames = {name: measured(run.frame()) for name, run in runs.items()}
+    frames = {name: measured(run.frame(bounds=False)) for name, run in runs.items()}
     colours = dict(zip(runs, style.RUNS, strict=False))
     losses = _given({name: evaluation_curve(run) for name, run in runs.items()})
     title = "Loss on the evaluation batch"

@@ -34,8 +34,11 @@ class Recorded(Protocol):
         """One row a step: step, loss, eval_loss; NaN where a number is missing or is NaN."""
         ...
 
-    def frame(self) -> pd.DataFrame:
-        """One row a (step, layer, head), a column per statistic; NaN where it is absent."""
+    def frame(self, *, bounds: bool = True) -> pd.DataFrame:
+        """One row a (step, layer, head), a column per statistic; NaN where it is absent.
+
+        `bounds`: also of steps at which only bounds were taken.
+        """
         ...
 
 

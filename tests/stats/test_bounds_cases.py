@@ -213,3 +213,26 @@ def test_nothing_to_bracket() -> None:
         bracket(AttentionCall(layer="a"))
     with pytest.raises(ValueError, match="'a' has no q and k; reach needs both"):
         reach(AttentionCall(layer="a", scores_BHQK=Q1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_row_that_sees_nothing_is_no_certificate(dtype: torch.dtype, additive: bool) -> None:
+    """PyTorch's CPU kernel gives such a row a log-sum-exp of 0, above all scores of the others."""
+    q = torch.ones(2, 2, 6, 8, dtype=dtype, requires_grad=True)
+    k, v = (-torch.ones(2, 2, 6, 8, dtype=dtype) for _ in range(2))
+    seen = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    seen[0, :, 2], seen[1] = False, False
+    mask = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, -math.inf) if additive else seen
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+    lse = out.grad_fn._saved_logsumexp
+    assert (lse[0, :, 2] == 0).all()
+    got = bracket(
+        AttentionCall(layer="a", q_BHQD=q, k_BGKD=k, masks=(mask,), lse_BHQ=lse, dtype=dtype)
+    )
+    assert (got.low_H <= -8).all()
+    assert (got.high_H >= -8).all()
+    nothing = AttentionCall(
+        layer="a", q_BHQD=q[1:], k_BGKD=k[1:], masks=(mask[1:],), lse_BHQ=lse[1:], dtype=dtype
+    )
+    assert bracket(nothing).low_H.isnan().all()

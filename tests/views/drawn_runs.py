@@ -25,7 +25,7 @@ class MadeUpRun:
     table: pd.DataFrame
     alerts: tuple[Alert, ...] = ()
 
-    def frame(self) -> pd.DataFrame:
+    def frame(self, *, bounds: bool = True) -> pd.DataFrame:
         return self.table
 
 
