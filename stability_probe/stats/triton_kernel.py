@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from stability_probe.stats import masks as mask_tiles
-from stability_probe.stats import precision, rowsums, scored
+from stability_probe.stats import precision, scored
 from stability_probe.stats.triton_rows import (
     distribution,
     most,
@@ -32,16 +32,17 @@ from stability_probe.stats.triton_rows import (
 )
 from stability_probe.stats.triton_tiles import (
     fold,
+    fold_all,
     largest_of,
     mask_block,
     products,
     smallest_of,
+    spread_of,
     tanh,
     total_of,
 )
 
 INF = tl.constexpr(float("inf"))
-FLOOR = tl.constexpr(rowsums.FLOOR)
 LEAK_WEIGHT = tl.constexpr(scored.LEAK_WEIGHT)
 MASKED_BIAS = tl.constexpr(mask_tiles.MASKED_BIAS)
 FLOAT16_MAX = tl.constexpr(precision.FLOAT16_MAX)
@@ -182,11 +183,7 @@ def attention_kernel(
             earlier = shift + visible * step
             x_sum = tl.sum(x, 1)
             if FULL:
-                mean = x_sum / tl.maximum(n, 1.0)
-                rest = tl.where(used, x - mean[:, None], 0.0)
-                apart = mean - earlier / tl.maximum(visible, 1.0)
-                share = visible * n / tl.maximum(visible + n, 1.0)
-                spread += tl.sum(rest * rest, 1) + apart * apart * share
+                spread += spread_of(x, used, x_sum, n, earlier, visible)
             shift = earlier + x_sum
             visible += n
 
@@ -205,13 +202,7 @@ def attention_kernel(
                 if start == 0:
                     first = largest_of(used & (key_N == 0)[None, :], s)
             if FULL and BIASED:
-                alive = kept & finite
-                leak_before = leak_top
-                leak_top = tl.maximum(leak_before, largest_of(alive, s))
-                leak_base = tl.where(leak_top == -INF, 0.0, leak_top)
-                weight = tl.exp(tl.maximum(s - leak_base[:, None], FLOOR))
-                lost = tl.exp(tl.maximum(leak_before - leak_base, FLOOR))
-                leak_total = leak_total * lost + total_of(alive, weight)
+                leak_top, leak_total = fold_all(s, kept & finite, leak_top, leak_total)
                 leaked = tl.maximum(leaked, largest_of(masked & finite, s))
 
     inside = row_M < Q

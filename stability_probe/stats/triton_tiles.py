@@ -105,6 +105,29 @@ def fold(x, used, step, ones, off, off_square, moment):
 
 
 @triton.jit
+def spread_of(x, used, x_sum, n, earlier_sum, earlier_n):
+    """What a block adds to the sum of squared distances from the mean, [M].
+
+    Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample
+    variances": its own, and that between its mean and the mean before it.
+    """
+    mean = x_sum / tl.maximum(n, 1.0)
+    rest = tl.where(used, x - mean[:, None], 0.0)
+    apart = mean - earlier_sum / tl.maximum(earlier_n, 1.0)
+    share = earlier_n * n / tl.maximum(earlier_n + n, 1.0)
+    return tl.sum(rest * rest, 1) + apart * apart * share
+
+
+@triton.jit
+def fold_all(s, alive, top, total):
+    """The largest of `s` and the sum of all weights next to it, with a block more: each [M]."""
+    new_top = tl.maximum(top, largest_of(alive, s))
+    base = tl.where(new_top == -INF, 0.0, new_top)
+    weight = tl.exp(tl.maximum(s - base[:, None], FLOOR))
+    return new_top, total * tl.exp(tl.maximum(top - base, FLOOR)) + total_of(alive, weight)
+
+
+@triton.jit
 def tanh(y):
     """The hyperbolic tangent to 2e-7 relative, NaN of NaN: Cephes tanhf (Moshier 1989).
 

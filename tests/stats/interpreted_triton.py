@@ -126,6 +126,7 @@ def problem(
     if spoilt:
         q, k = spoil(q, g, share=0.02), spoil(k, g, share=0.01)
         v, output = spoil(v, g, share=0.1), spoil(output, g, share=0.1)
+        output[:, :, -1, 0] = math.nan  # rows beyond the last one must not count it again
     return AttentionCall(
         layer="layer",
         q_BHQD=q.to(dtype),
@@ -154,7 +155,8 @@ def test_every_mask(kind: str, causal: bool):
 @pytest.mark.parametrize("kind", ["none", "padding", "-inf", "two"])
 def test_what_is_not_finite_is_counted_and_left_out(kind: str):
     seed = MASKS.index(kind)
-    check(problem(seed, masks=kind, causal=seed % 2 == 0, spoilt=True, dtype=DTYPES[seed % 3]))
+    causal, dtype = seed % 2 == 0, DTYPES[seed % 3]
+    check(problem(seed, Q=36, masks=kind, causal=causal, spoilt=True, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -276,6 +278,24 @@ def test_many_masks_of_both_kinds_at_once():
     )
     call = problem(6, causal=True)
     check(replace(call, masks=(*masks, torch.tensor(0.5, dtype=torch.bfloat16))))
+
+
+@pytest.mark.parametrize(("below", "leaks"), [(10.9, 1.0), (11.3, 0.0)])
+@pytest.mark.parametrize("place", [0, 20, 46])
+def test_a_masked_key_leaks_by_its_share_of_the_whole_row(below: float, leaks: float, place: int):
+    k = torch.arange(48.0) // 16 * 20  # each block of keys outweighs those before it
+    bias = torch.zeros(48)
+    bias[place] = -1e4
+    k[place] = 1e4 + 40 - below
+    call = AttentionCall(
+        layer="a",
+        q_BHQD=torch.ones(1, 1, 1, 1),
+        k_BGKD=k.view(1, 1, 48, 1),
+        masks=(bias,),
+        dtype=torch.float32,
+    )
+    check(call, levels=(True,))
+    assert values(kernel(call, full=True), full=True)["mask_leak"].item() == leaks
 
 
 def test_sinks_and_rows():
