@@ -41,17 +41,17 @@ class Course:
         danger = self._dangers.judge(record)
         self.past = self.plan.after(self.past, next_step, danger=danger)
 
-    def end_step(self) -> None:
-        """Accounts for the time of the step that has ended."""
+    def end_step(self, level: Level) -> None:
+        """Accounts for the time of the step that has ended, and was measured so."""
         if self.plan.overhead is None:
             return
         now, before = time.perf_counter(), self._ended
         own, self._ended = self.stopwatch.take(), now
         if before is not None:
-            self._budget.note(own, now - before)
-            self.past = replace(self.past, stride=self._budget.stride)
+            self._budget.note(own, now - before, whole=level.whole)
+            self.past = replace(self.past, thinning=self._budget.thinning)
 
     @property
-    def asked_stride(self) -> int:
-        """How far this rank would thin the plan; 0 where there is no budget."""
-        return 0 if self.plan.overhead is None else self._budget.stride
+    def asked_thinning(self) -> int:
+        """The code of how far this rank would thin the plan; 0 where there is no budget."""
+        return 0 if self.plan.overhead is None else self._budget.thinning.code

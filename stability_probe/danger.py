@@ -9,7 +9,7 @@ Shape suffix: H heads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ GROWTH = 1.5  # of a head's largest logit, over the smallest of those records
 HIGH_LOGIT = 20.0  # below it, growth is what training does
 COLLAPSE = 0.5  # of a head's entropy_ratio, over the largest of those records
 
+_ABSENT = np.full(1, np.nan, np.float32)  # of every head
 _LOGITS = ("qk_abs_max_logit", "abs_max_logit", "max_logit_low", "rotating_max_logit")
 
 
@@ -36,13 +37,38 @@ class _Sample:
     overflows: bool
 
 
+class _Layer:
+    """The newest measured records of one layer, and where danger begins after them."""
+
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
+        self._samples: deque[_Sample] = deque(maxlen=REMEMBERED)
+        self._high_logit_H = np.full(heads, np.inf, np.float32)
+        self._collapse_H = np.full(heads, -np.inf, np.float32)
+        self._overflowed = False
+
+    def is_danger(self, now: _Sample) -> bool:
+        fresh = now.overflows and not self._overflowed
+        grown_H = now.logit_H >= self._high_logit_H
+        collapsed_H = now.entropy_ratio_H <= self._collapse_H
+        return fresh or bool(grown_H.any()) or bool(collapsed_H.any())
+
+    def append(self, sample: _Sample) -> None:
+        self._samples.append(sample)
+        low_H = np.fmin.reduce([then.logit_H for then in self._samples])
+        self._high_logit_H = np.maximum(GROWTH * low_H, np.float32(HIGH_LOGIT))  # NaN stays NaN
+        high_H = np.fmax.reduce([then.entropy_ratio_H for then in self._samples])
+        self._collapse_H = np.float32(COLLAPSE) * high_H
+        self._overflowed = any(then.overflows for then in self._samples)
+
+
 class Dangers:
     """Judges records in their order. What it says depends on them and on nothing else."""
 
     def __init__(self) -> None:
         """Start with no past."""
         self._phase: str | None = None
-        self._known: dict[str, deque[_Sample]] = {}
+        self._known: dict[str, _Layer] = {}
         self._bad: set[tuple[str, str]] = set()
 
     def judge(self, record: StepRecord) -> bool:
@@ -63,43 +89,33 @@ class Dangers:
         return fresh or any(seen)
 
     def _layer(self, seen: Observation, level: Level) -> bool:
-        sample = _sample(seen.values)
+        sample = _sample(seen.values, whole=level.whole)
         if sample is None:
             return False
-        past = self._known.setdefault(seen.layer, deque(maxlen=REMEMBERED))
-        if past and len(past[0].logit_H) != len(sample.logit_H):
-            past.clear()  # another number of heads: another layer by the same name
-        danger = _is_danger(sample, past, level)
+        known = self._known.get(seen.layer)
+        if known is None or known.heads != len(sample.logit_H):
+            known = self._known[seen.layer] = _Layer(len(sample.logit_H))
+        danger = known.is_danger(sample)
         if level.whole:
-            past.append(sample)
+            known.append(sample)
         return danger
 
 
-def _is_danger(now: _Sample, past: Sequence[_Sample], level: Level) -> bool:
-    if now.overflows and not any(then.overflows for then in past):
-        return True
-    if not past:
-        return False
-    low_H = np.fmin.reduce([then.logit_H for then in past])
-    if ((now.logit_H >= GROWTH * low_H) & (now.logit_H >= HIGH_LOGIT)).any():
-        return True
-    high_H = np.fmax.reduce([then.entropy_ratio_H for then in past])
-    return level.whole and bool((now.entropy_ratio_H <= COLLAPSE * high_H).any())
-
-
-def _sample(values: Mapping[str, Float32]) -> _Sample | None:
+def _sample(values: Mapping[str, Float32], *, whole: bool) -> _Sample | None:
     logit_H = _largest(values)
     if logit_H is None:
         return None
-    entropy_H = values.get("entropy_ratio")
-    absent_H = np.full_like(logit_H, np.nan) if entropy_H is None else entropy_H
-    return _Sample(logit_H, absent_H, _overflows(values))
+    entropy_H = values.get("entropy_ratio", _ABSENT) if whole else _ABSENT
+    return _Sample(logit_H, entropy_H, _overflows(values))
 
 
 def _largest(values: Mapping[str, Float32]) -> Float32 | None:
     """What each head's largest logit is known to reach; None where nothing is known."""
-    known = [values[name] for name in _LOGITS if name in values]
-    return np.fmax.reduce(known) if known else None
+    largest_H: Float32 | None = None
+    for name in _LOGITS:
+        if (value_H := values.get(name)) is not None:
+            largest_H = value_H if largest_H is None else np.fmax(largest_H, value_H)
+    return largest_H
 
 
 def _overflows(values: Mapping[str, Float32]) -> bool:

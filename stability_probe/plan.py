@@ -16,18 +16,41 @@ LONGEST = 10  # times `escalation`: the longest run of steps that are measured f
 
 
 @dataclass(frozen=True, slots=True)
+class Thinning:
+    """How a plan is thinned to keep to its share of the time.
+
+    Attributes:
+        stride: how many times rarer steps are measured: 1, 2, 4, ... 64.
+        bare: whether the steps between them get nothing but the sentinel.
+    """
+
+    stride: int = 1
+    bare: bool = False
+
+    @property
+    def code(self) -> int:
+        """As one number above 0, to be sent."""
+        return 2 * self.stride + self.bare
+
+    @classmethod
+    def of(cls, code: int) -> Thinning:
+        """The inverse of `code`."""
+        return cls(code // 2, bool(code % 2))
+
+
+@dataclass(frozen=True, slots=True)
 class Past:
     """What earlier records have decided of the steps to come.
 
     Attributes:
         phase_start: first step of the phase.
         escalated: first and last step of the newest run of steps that are measured fully.
-        stride: how many times the plan is thinned to keep to its share of the time.
+        thinning: how the plan is thinned.
     """
 
     phase_start: int = 1
     escalated: tuple[int, int] | None = None
-    stride: int = 1
+    thinning: Thinning = Thinning()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +67,9 @@ class Plan:
         escalation: so many steps after a dangerous record get every statistic, and again while
             danger lasts; 0: none. See `danger.Dangers`.
         overhead: the largest share of the time that watching may take, as in 0.01. Where it
-            takes more, the plan is thinned, by 2, 4 and so on up to 64 times, but for
-            escalations. None: as planned, whatever it costs.
+            takes more, the plan is thinned: measured steps by 2, 4 and so on up to 64 times,
+            and what the steps between them get is left out where that costs more; escalations
+            are not thinned. None: as planned, whatever it costs.
     """
 
     dense: int = 200
@@ -79,12 +103,13 @@ class Plan:
         first, last = past.escalated or (0, -1)
         if step == past.phase_start or first <= step <= last:
             return Level.FULL
-        if step % (self.full_every * past.stride) == 0:
+        stride = past.thinning.stride
+        if step % (self.full_every * stride) == 0:
             return Level.FULL
         dense = 0 <= step - past.phase_start < self.dense  # the run may go back before the phase
-        if step % ((1 if dense else self.every) * past.stride) == 0:
+        if step % ((1 if dense else self.every) * stride) == 0:
             return Level.DEFAULT
-        return Level.SENTINEL if past.stride >= WIDEST else self.between
+        return Level.SENTINEL if past.thinning.bare else self.between
 
     def after(self, past: Past, step: int, *, danger: bool) -> Past:
         """The past as seen from `step` on, if the record that says so is heard of before it.

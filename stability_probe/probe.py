@@ -104,6 +104,7 @@ class Probe:
         self._waiting: deque[WaitingStep] = deque()
         self._step = 0  # the last step that was ended
         self._ended = 0  # how many were
+        self._jump = 1  # from the step before it to the last one: a loop may count in tens
         self._phase = ""
         self._escalate = 0  # so many measured steps more get every statistic
         self._announced: tuple[LayerInfo, ...] = ()
@@ -144,11 +145,12 @@ class Probe:
         try:
             now = self._step + 1 if step is None else int(step)
             given = {"loss": loss, "grad_norm": grad_norm, "eval_loss": eval_loss}
+            level = self._meter.level
             with self._course.stopwatch.running():
                 numbers = numbers_of(given, self._fault)
                 with unobserved():
                     self._end_step(now, numbers, skipped)
-            self._course.end_step()
+            self._course.end_step(level)
         except Exception as error:
             self._fault("ending the step", error)
 
@@ -274,18 +276,20 @@ class Probe:
             measurement,
             copies,
             phase_start=self._course.past.phase_start,
-            stride=self._course.asked_stride,
+            thinning=self._course.asked_thinning,
         )
         update = self._updates.take()
         self._waiting.append(WaitingStep(scalars, copies, measurement, update, ticket))
-        self._step = now
+        jump = now - self._step if self._ended > 1 else 1
+        next_step = now + (jump if jump == self._jump and jump > 0 else 1)
+        self._step, self._jump = now, jump
         self._escalate -= self._escalate > 0 and (due or not self._pool.pooling)
         try:
             self._tell()
         finally:  # whatever a rule or a sink does, the next step is not measured as this one was
             self._look_for_ranks()
-            self._attachment.step = self._meter.turn = now + 1
-            self._meter.level = self._level(now + 1)
+            self._attachment.step = self._meter.turn = next_step
+            self._meter.level = self._level(next_step)
         self._announce()
 
     def _tell(self) -> None:

@@ -18,8 +18,8 @@ class Stopwatch:
 
     On a CPU that is wall time. On CUDA it is the device's own time between the first and the last
     of the probe's kernels, by events that are read once they have passed, or the host's where
-    that is longer; work that the host does while the device is busy with the user's is
-    counted as if it held the device up.
+    that is longer, and while a CUDA graph is captured; work that the host does while the device
+    is busy with the user's is counted as if it held the device up.
     """
 
     def __init__(self, *, on: bool) -> None:
@@ -37,7 +37,7 @@ class Stopwatch:
         if not self._on:
             yield
             return
-        on_device = device is not None and device.type == "cuda"
+        on_device = device is not None and device.type == "cuda" and not _is_capturing()
         before = _event(device) if on_device else None
         start = time.perf_counter()
         try:
@@ -59,6 +59,11 @@ class Stopwatch:
                 self._seconds += max(host, on_device)
             seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: an event in it would not pass by itself."""
+    return bool(torch.cuda.is_current_stream_capturing())
 
 
 def _event(device: torch.device | None) -> torch.cuda.Event:

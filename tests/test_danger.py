@@ -70,6 +70,12 @@ def test_entropy_that_halves_in_one_head_is_danger() -> None:
     assert dangers.judge(record(11, qk_abs_max_logit=30, entropy_ratio=one_head(0.3, 0.6)))
 
 
+def test_the_entropy_of_one_sequence_says_nothing_of_all():
+    dangers = Dangers()
+    calm(dangers, entropy_ratio=0.6)
+    assert not dangers.judge(record(11, Level.SEQUENCE, qk_abs_max_logit=30, entropy_ratio=0.1))
+
+
 def test_a_level_that_stays_is_calm_again() -> None:
     dangers = Dangers()
     calm(dangers)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stability_probe.plan import LONGEST, WIDEST, Past, Plan, every, rotating
+from stability_probe.plan import LONGEST, WIDEST, Past, Plan, Thinning, every, rotating
 from stability_probe.records import Level
 
 
@@ -86,20 +86,19 @@ def test_no_danger_makes_more_than_half_of_all_steps_full(
 @given(st.sampled_from((1, 2, 4, 8, 16, 32)), st.integers(1, 10**5))
 def test_a_stride_thins_the_plan_by_as_much(stride: int, step: int) -> None:
     plan = Plan(dense=100, every=5, full_every=50)
-    level = plan.level(step, Past(stride=stride))
+    level = plan.level(step, Past(thinning=Thinning(stride)))
     cadence = (1 if step < 101 else 5) * stride
     assert level.whole == (step == 1 or step % cadence == 0 or step % (50 * stride) == 0)
     assert level.whole or level is Level.BRACKET
 
 
-def test_at_the_widest_the_steps_between_get_the_sentinel_alone() -> None:
-    past = Past(stride=WIDEST)
-    levels = [Plan().level(step, past) for step in range(2, 3 * WIDEST)]
+def test_a_bare_plan_gives_the_steps_between_the_sentinel_alone() -> None:
+    levels = [Plan().level(step, Past(thinning=Thinning(bare=True))) for step in range(201, 300)]
     assert set(levels) == {Level.SENTINEL, Level.DEFAULT}
 
 
 def test_an_escalation_is_not_thinned() -> None:
-    past = Past(stride=WIDEST, escalated=(501, 510))
+    past = Past(thinning=Thinning(WIDEST, bare=True), escalated=(501, 510))
     assert all(Plan().level(step, past) is Level.FULL for step in range(501, 511))
 
 

@@ -15,7 +15,7 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from stability_probe.handover import HeadBlock, hand_over
-from stability_probe.plan import Plan
+from stability_probe.plan import Plan, Thinning
 from stability_probe.ranks.layout import Hello, Layout, LayoutError, LocalLayer, unite
 from stability_probe.ranks.packing import Contribution, Merged, pack, unpack
 from stability_probe.ranks.reduced import Reduced
@@ -316,7 +316,7 @@ def test_rank_0_decides_how_far_the_plan_is_thinned() -> None:
     layout = unite([hello(layer("a"))] * 2)
 
     def result(step: int) -> Reduced:
-        asked = [Contribution(step, 1, stride=4), Contribution(step, 1)]
+        asked = [Contribution(step, 1, thinning=Thinning(4).code), Contribution(step, 1)]
         return Reduced.of(layout, reduced(layout, asked))
 
     schedule = Schedule(Plan(dense=0, every=5), first=1, phase_start=1)

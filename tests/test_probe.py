@@ -198,6 +198,16 @@ def test_every_step_has_its_loss_a_bracket_and_one_heads_maximum() -> None:
     assert sorted(frame["step"].unique()) == list(range(1, 26))
 
 
+def test_a_loop_that_counts_in_tens_is_measured_as_its_numbers_say() -> None:
+    sink, model = Recorder(), Model(Attention())
+    with sp.watch(model, sinks=[sink], plan=sp.every(40, full_every=10**6), strict=True) as probe:
+        for step in range(10, 410, 10):
+            loss_of(model, tokens())
+            probe.step(step=step)
+    # it takes three steps to see how the loop counts
+    assert [r.step for r in sink.records if r.measured][1:] == list(range(40, 401, 40))
+
+
 def test_one_sequence_a_step_is_a_class_of_its_own() -> None:
     sink, model = Recorder(), Model(Attention())
     with sp.watch(model, sinks=[sink], plan=sp.rotating(5), strict=True) as probe:

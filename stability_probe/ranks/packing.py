@@ -30,7 +30,7 @@ MEANS = ("loss", "eval_loss")  # numbers of a step that pool as the mean over ra
 LARGEST = ("grad_norm",)  # the same on every rank as a rule; else the largest
 COUNTS = ("ranks", "full", "sequences", "rows")  # per head; full: ranks that measured it fully
 NOTHING = np.iinfo(np.int64).min  # where no rank has anything to say
-HEAD = ("step", "minus_step", "phase_start", "stride", *LARGEST)
+HEAD = ("step", "minus_step", "phase_start", "thinning", *LARGEST)
 _M, _N, _P = len(MAXIMA), len(MINIMA), len(PEAK)
 
 
@@ -41,7 +41,8 @@ class Contribution:
     Attributes:
         step: the step.
         phase_start: first step of the newest phase that this rank knows of.
-        stride: how far the plan is to be thinned, where this rank decides it; else 0.
+        thinning: the code of how far the plan is to be thinned, where this rank decides it;
+            else 0.
         full: every statistic was measured, and not only the default set.
         numbers: those of `MEANS` and `LARGEST` that were given.
         parts: head blocks, with their extrema [R, H] and sums [R, H].
@@ -50,7 +51,7 @@ class Contribution:
 
     step: int
     phase_start: int
-    stride: int = 0
+    thinning: int = 0
     full: bool = False
     numbers: Mapping[str, float] = field(default_factory=dict)
     parts: Sequence[tuple[tuple[HeadBlock, ...], Float32, Floats]] = ()
@@ -65,7 +66,7 @@ class Merged:
         steps: the smallest and the largest step that a rank sent; equal unless ranks have
             lost each other.
         phase_start: the largest.
-        stride: the largest; 0 where no rank decides.
+        thinning: the largest; 0 where no rank decides.
         numbers: means and maxima over the ranks that gave one.
         counts: [COUNTS, H].
         extrema: float32 [maxima, minima, peak; H], as accumulators have them.
@@ -75,7 +76,7 @@ class Merged:
 
     steps: tuple[int, int]
     phase_start: int
-    stride: int
+    thinning: int
     numbers: Mapping[str, float]
     counts: Floats
     extrema: Float32
@@ -126,7 +127,7 @@ def unpack(layout: Layout, ints: Ints, floats: Floats) -> Merged:
     return Merged(
         steps=(-int(head[1]), int(head[0])),
         phase_start=int(head[2]),
-        stride=int(head[3]),
+        thinning=int(head[3]),
         numbers=numbers,
         counts=counts.reshape(len(COUNTS), H),
         extrema=_from_ints(extrema.reshape(_M + _N + _P, H)),
@@ -139,7 +140,7 @@ def _head(given: Contribution) -> Ints:
     largest = [
         _ints64(np.float64(given.numbers[n])) if n in given.numbers else NOTHING for n in LARGEST
     ]
-    own = (given.step, -given.step, given.phase_start, given.stride)
+    own = (given.step, -given.step, given.phase_start, given.thinning)
     return np.array([*own, *largest], np.int64)
 
 

@@ -88,7 +88,7 @@ class RankPool:
         numbers: Mapping[str, HostCopy],
         *,
         phase_start: int,
-        stride: int,
+        thinning: int,
     ) -> Ticket | None:
         """Ends a step; never waits. A ticket where its record is to come from all ranks.
 
@@ -97,7 +97,7 @@ class RankPool:
             measurement: this rank's.
             numbers: loss and so on.
             phase_start: first step of the newest phase that this rank knows of.
-            stride: how far this rank would thin the plan; that of rank 0 counts.
+            thinning: the code of how far this rank would thin the plan; that of rank 0 counts.
         """
         if self.met is None:
             return None
@@ -106,8 +106,8 @@ class RankPool:
         self._note_strangers(step, self.met.layout, measurement)
         ticket = Ticket() if self._due else None
         if ticket is not None:
-            stride = stride if self.met.rank == 0 else 0
-            self._send(step, phase_start, ticket, measurement, numbers, stride=stride)
+            thinning = thinning if self.met.rank == 0 else 0
+            self._send(step, phase_start, ticket, measurement, numbers, thinning=thinning)
         self._schedule.advance(step)
         self._advance()
         return ticket
@@ -194,13 +194,13 @@ class RankPool:
         measurement: Measurement | None,
         numbers: Mapping[str, HostCopy],
         *,
-        stride: int = 0,
+        thinning: int = 0,
     ) -> None:
         bad, self._bad = tuple(self._bad), []
         seen = bad if measurement is None or measurement.bad else (*bad, measurement)
         tick = self._schedule.tick + 1
         self._queue.append(
-            Queued(step, tick, phase_start, stride, ticket, measurement, numbers, seen)
+            Queued(step, tick, phase_start, thinning, ticket, measurement, numbers, seen)
         )
 
     def _advance(self, *, force: bool = False) -> None:

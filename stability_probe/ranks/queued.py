@@ -31,7 +31,7 @@ class Queued:
     step: int
     tick: int  # of the schedule
     phase_start: int
-    stride: int
+    thinning: int
     ticket: Ticket
     measurement: Measurement | None = None
     numbers: Mapping[str, HostCopy] | None = None
@@ -50,7 +50,7 @@ class Queued:
         return Contribution(
             step=self.step,
             phase_start=self.phase_start,
-            stride=self.stride,
+            thinning=self.thinning,
             full=measured is not None and measured.level is Level.FULL,
             numbers={name: float(copy.numpy()) for name, copy in (self.numbers or {}).items()},
             parts=[

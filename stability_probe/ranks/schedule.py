@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import replace
 
 from stability_probe.danger import Dangers
-from stability_probe.plan import Past, Plan
+from stability_probe.plan import Past, Plan, Thinning
 from stability_probe.ranks.reduced import Reduced
 from stability_probe.records import Level
 
@@ -55,7 +55,7 @@ class Schedule:
         merged = result.merged
         if merged.phase_start > self._heard:
             self._heard, self._past = merged.phase_start, replace(self._past, phase_start=step)
-        if merged.stride:
-            self._past = replace(self._past, stride=merged.stride)
+        if merged.thinning:
+            self._past = replace(self._past, thinning=Thinning.of(merged.thinning))
         danger = self._dangers.judge(result.common)
         self._past = self._plan.after(self._past, step, danger=danger)
