@@ -113,8 +113,8 @@ def test_everything_in_whole_float32(compiler):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [HOPPER, AMPERE, CDNA], ids=lambda t: str(t.arch))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("D", [1, 80, 128, 192])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("D", [1, 192])
 def test_every_dtype_and_width(compiler, target: GPUTarget, dtype: torch.dtype, D: int):
     plain = compiler(call_of(dtype, D), target, full=False)
     whole = compiler(everything(dtype, D), target, full=True)
