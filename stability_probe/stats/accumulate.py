@@ -15,7 +15,7 @@ from stability_probe.finite import known_finite
 from stability_probe.records import AttentionCall
 from stability_probe.stats.accumulators import INF, Accumulators, merging, pack, sum_dtype
 from stability_probe.stats.backend import Backend, score
-from stability_probe.stats.bounds import bracket
+from stability_probe.stats.bounds import around, bracket
 from stability_probe.stats.precision import count_nonfinite, full_float32
 from stability_probe.stats.scored import Scored, largest, score_dtype
 from stability_probe.stats.tiles import scale_of, sizes_of
@@ -90,15 +90,18 @@ def _add_norms(call: AttentionCall, maxima: dict[str, Tensor], sums: dict[str, T
 
 
 def _add_bounds(call: AttentionCall, maxima: dict[str, Tensor]) -> None:
-    """The bracket of the largest score, wide enough for the statistics that are measured here."""
+    """The bracket of the largest score: of the log-sum-exp, else about what was measured."""
     reach_H = None
     if call.q_BHQD is not None and call.k_BGKD is not None:
         sizes = sizes_of(call)
         scale = scale_of(call, sizes, call.q_BHQD.device).abs().amax(0, keepdim=True)
         scale_H = scale.expand(1, sizes.G, sizes.R, 1, 1).flatten()
         reach_H = scale_H * maxima["q_norm"] * maxima["k_norm"]
-    bounds = bracket(call, reach_H=reach_H)
-    maxima["low"], maxima["high"] = merging(bounds.low_H, bounds.high_H)
+    if call.lse_BHQ is None:
+        ends = around(call, maxima["largest"], reach_H)
+    else:
+        ends = bracket(call, reach_H=reach_H)
+    maxima["low"], maxima["high"] = merging(ends.low_H, ends.high_H)
 
 
 def _add_values(call: AttentionCall, bad: Mapping[str, Tensor], sums: dict[str, Tensor]) -> None:

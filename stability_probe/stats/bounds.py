@@ -102,6 +102,20 @@ def bracket(call: AttentionCall, *, reach_H: Tensor | None = None) -> Bracket:
         return _from_norms(call, sizes)
 
 
+def around(call: AttentionCall, largest_H: Tensor, reach_H: Tensor | None) -> Bracket:
+    """A bracket about the measured largest score, as wide as its float32 rounding.
+
+    Args:
+        call: the call that it was measured of.
+        largest_H: float32 [H]; not finite where there is none.
+        reach_H: as `bracket` takes it; None where q and k are not known.
+    """
+    slack_H = largest_H.abs() * (_LSE_ULPS * _EPS)
+    if reach_H is not None and call.q_BHQD is not None:
+        slack_H.add_(reach_H, alpha=_product_error(call.q_BHQD.shape[-1]))
+    return Bracket(largest_H - slack_H, largest_H + slack_H)
+
+
 def reach(call: AttentionCall) -> Tensor:
     """An upper bound of |scale q.k| over all pairs of each head, masked ones too: float32 [H].
 

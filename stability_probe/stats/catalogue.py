@@ -106,8 +106,8 @@ _LOGITS = (
         "",
         "max",
         "up",
-        "Certified lower bound of max_logit without a look at the scores: from the kernel's own "
-        "log-sum-exp, else from the mean key.",
+        "Certified lower bound of max_logit from what the step leaves anyway: the kernel's own "
+        "log-sum-exp, or the scores.",
         "",
         "Large negative scores. It is loose while logits are small: a third of the maximum or "
         "less; at a maximum in the hundreds it is within a percent.",
@@ -119,8 +119,8 @@ _LOGITS = (
         "",
         "max",
         "up",
-        "Certified upper bound of max_logit without a look at the scores: the largest log-sum-exp "
-        "of a row, else by the norms of queries and keys (Cauchy-Schwarz).",
+        "Certified upper bound of max_logit from what the step leaves anyway: the kernel's own "
+        "log-sum-exp, or the scores; else by the norms of queries and keys (Cauchy-Schwarz).",
         "",
         "Large negative scores. See max_logit_low.",
         default=True,

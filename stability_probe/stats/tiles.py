@@ -17,9 +17,9 @@ from torch import Tensor
 from stability_probe.positions import Block
 from stability_probe.records import AttentionCall
 
-_ROWS = torch.contiguous_format
 _CPU_TILE = 2**19  # scores: 2 MB of float32; smaller ones cost more in launches than cache saves
 _CPU_CAUSAL_ROWS = 128  # more rows waste more of the square on the diagonal
+_CPU_SLAB = 2**13  # keys whose rows are made float32 at a time: 2 MB of width 64
 _DEVICE_TILE = 2**24  # elsewhere each launch costs more than the memory: 64 MB
 _DEVICE_CAUSAL_ROWS = 512
 
@@ -53,6 +53,7 @@ class Tile:
     group: slice
     query: slice
     shape: tuple[int, int, int, int, int]  # B, G, R, Q, K of the tile
+    slab: slice  # of the sequences that come before all others, the tile's among them
 
     @property
     def keys(self) -> int:
@@ -108,7 +109,7 @@ def cut(
         device_type: as `torch.device.type` gives it.
         most_rows: of a tile, over its query heads; None for what is best for whole calls.
     """
-    B, G, R, Q, K = sizes.B, sizes.G, sizes.R, sizes.Q, sizes.K
+    G, R, Q, K = sizes.G, sizes.R, sizes.Q, sizes.K
     cpu = device_type == "cpu"
     budget = _CPU_TILE if cpu else _DEVICE_TILE
     rows = min(Q, max(16, budget // (R * K)))
@@ -116,41 +117,60 @@ def cut(
         most_rows = _CPU_CAUSAL_ROWS if cpu else _DEVICE_CAUSAL_ROWS
     if most_rows is not None:
         rows = min(rows, max(16, most_rows // R))
-    for start in range(0, Q, rows):
-        query = slice(start, min(start + rows, Q))
-        keys = min(query.stop, K) if causal else K
-        for batch, group in _heads(B, G, max(1, budget // (R * rows * keys))):
-            sides = [s.stop - s.start for s in (batch, group, query)]
-            yield Tile(batch, group, query, (sides[0], sides[1], R, sides[2], keys))
+    for slab in _runs(slice(0, sizes.B), max(1, _CPU_SLAB // (G * K)) if cpu else sizes.B):
+        for query in _runs(slice(0, Q), rows):
+            keys = min(query.stop, K) if causal else K
+            many = max(1, budget // (R * (query.stop - query.start) * keys))
+            for batch, group in _heads(slab, G, many):
+                b, g, q = (s.stop - s.start for s in (batch, group, query))
+                yield Tile(batch, group, query, (b, g, R, q, keys), slab)
 
 
-def _heads(B: int, G: int, many: int) -> Iterator[tuple[slice, slice]]:
+def _runs(whole: slice, many: int) -> Iterator[slice]:
+    """Runs of at most `many`."""
+    for start in range(whole.start, whole.stop, many):
+        yield slice(start, min(start + many, whole.stop))
+
+
+def _heads(slab: slice, G: int, many: int) -> Iterator[tuple[slice, slice]]:
     """Runs of at most `many` heads that are either whole sequences or parts of one."""
     if many >= G:
-        step = many // G
-        for b in range(0, B, step):
-            yield slice(b, min(b + step, B)), slice(0, G)
+        yield from ((batch, slice(0, G)) for batch in _runs(slab, many // G))
         return
-    for b in range(B):
-        for g in range(0, G, many):
-            yield slice(b, b + 1), slice(g, min(g + many, G))
+    for batch in _runs(slab, 1):
+        yield from ((batch, group) for group in _runs(slice(0, G), many))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Products:
-    """The products scale x q.k of one call, in float32."""
+    """The products scale x q.k of one call, in float32.
+
+    Keys are made float32 slab by slab, as the tiles come: whole copies of long calls would be
+    most of the memory that the statistics take.
+    """
 
     q_BGRQD: Tensor
-    k_BGKD: Tensor  # contiguous float32
+    k_BGKD: Tensor
     scale: Tensor  # float32, [B or 1, G or 1, R or 1, 1, 1]
+    _slab: slice | None = None
+    _rows_BGKD: Tensor | None = None  # of that slab: contiguous float32
 
     def fill(self, tile: Tile, out_BGRQK: Tensor) -> None:
         """Write the tile's products into `out_BGRQK`, which is contiguous."""
         b, g, r, q, n = tile.shape
         q_BGRQD = tile.of_rows(self.q_BGRQD).to(torch.float32) * tile.of_pairs(self.scale)
-        k_NDK = self.k_BGKD[tile.batch, tile.group].flatten(0, 1)[:, :n].transpose(1, 2)
+        first = tile.slab.start
+        batch = slice(tile.batch.start - first, tile.batch.stop - first)
+        k_NDK = self._rows(tile.slab)[batch, tile.group].flatten(0, 1)[:, :n].transpose(1, 2)
         out = out_BGRQK.view(b * g, r * q, n)
         torch.bmm(q_BGRQD.reshape(b * g, r * q, -1), k_NDK, out=out)
+
+    def _rows(self, slab: slice) -> Tensor:
+        if self._rows_BGKD is None or self._slab != slab:
+            self._rows_BGKD = None  # before the next ones are made
+            k = self.k_BGKD[slab].to(torch.float32, memory_format=torch.contiguous_format)
+            self._slab, self._rows_BGKD = slab, k.contiguous()
+        return self._rows_BGKD
 
 
 def products_of(call: AttentionCall, sizes: Sizes) -> Products | None:
@@ -159,7 +179,7 @@ def products_of(call: AttentionCall, sizes: Sizes) -> Products | None:
         return None
     return Products(
         q_BGRQD=split_heads(call.q_BHQD.detach(), sizes),
-        k_BGKD=call.k_BGKD.detach().to(torch.float32, memory_format=_ROWS).contiguous(),
+        k_BGKD=call.k_BGKD.detach(),
         scale=scale_of(call, sizes, call.q_BHQD.device),
     )
 
