@@ -16,7 +16,7 @@ from stability_probe.records import AttentionCall
 from stability_probe.stats.accumulators import INF, Accumulators, merging, pack, sum_dtype
 from stability_probe.stats.backend import Backend, score
 from stability_probe.stats.bounds import around, bracket
-from stability_probe.stats.precision import count_nonfinite, full_float32
+from stability_probe.stats.precision import count_nonfinite, full_float32, row_norms
 from stability_probe.stats.scored import Scored, largest, score_dtype
 from stability_probe.stats.tiles import scale_of, sizes_of
 
@@ -82,7 +82,7 @@ def _add_norms(call: AttentionCall, maxima: dict[str, Tensor], sums: dict[str, T
     for name, x in (("q", call.q_BHQD), ("k", call.k_BGKD)):
         if x is None:
             continue
-        norm = torch.linalg.vector_norm(x.detach().to(torch.float32), dim=-1)
+        norm = row_norms(x.detach())
         known = torch.isfinite(norm)
         maxima[f"{name}_norm"] = _per_head(call, largest(torch.where(known, norm, -INF)))
         sums[f"{name}_norm"] = _per_head(call, _sum(torch.where(known, norm, 0.0)))

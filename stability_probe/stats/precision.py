@@ -67,6 +67,16 @@ def count_nonfinite(x: Tensor) -> Tensor:
     return count
 
 
+def row_norms(x: Tensor) -> Tensor:
+    """L2 norms along the last axis of `x`, taken in float32, as float32 [...]."""
+    norm = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    whole = x.numel() == 0 or x.device.type != "cpu" or x.dtype == torch.float32
+    step = len(x) if whole else max(1, _CPU_PIECE // x[0].numel())
+    for piece, out in zip(torch.split(x, step), torch.split(norm, step), strict=True):
+        torch.linalg.vector_norm(piece.to(torch.float32), dim=-1, out=out)
+    return norm
+
+
 def rounds_to_one(dtype: torch.dtype) -> float:
     """The largest 1 - p at which p, rounded to a floating `dtype`, is exactly 1."""
     return float(torch.finfo(dtype).eps) / 4  # half the spacing below 1; ties go to even: to 1
