@@ -49,7 +49,8 @@ def test_the_stock_rules_tell_a_divergence_in_order():
         (261, "entropy_collapse", "warning", "layers.1"),
         (264, "attention_divergence", "critical", "layers.1"),
     ]
-    assert all(monitor.armed.values())
+    silent = [name for name, armed in monitor.armed.items() if not armed]
+    assert silent == ["saturated_since_start"]  # it judges the first samples only
 
 
 def test_the_same_records_give_the_same_alerts():

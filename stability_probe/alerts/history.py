@@ -97,6 +97,11 @@ class History:
             return evaluated
         return self._train_loss
 
+    @property
+    def losses(self) -> tuple[LossTrack, LossTrack]:
+        """The training loss and the loss of the fixed evaluation batch, given or not."""
+        return self._train_loss, self._eval_loss
+
     def growth(self, test: GrowthTest) -> Growth:
         """The growth of each head's logits at the newest measured record."""
         if test not in self._growth:

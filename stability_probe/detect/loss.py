@@ -43,6 +43,9 @@ class LossTrack:
 
     A loss that is not finite counts as infinitely bad until the next one is given, and leaves
     the averages and the best as they are: one bad batch must not blind the track for ever.
+
+    Attributes:
+        first: step and value of the first finite loss.
     """
 
     def __init__(self, *, keep: int) -> None:
@@ -52,7 +55,7 @@ class LossTrack:
     def clear(self) -> None:
         """Forget every loss."""
         self._points: deque[_Point] = deque()
-        self._first = 0
+        self.first: tuple[int, float] | None = None
         self._bad = False
 
     def update(self, step: int, loss: float | None) -> None:
@@ -64,7 +67,7 @@ class LossTrack:
         if self._bad:
             return
         if not self._points:
-            self._first = step
+            self.first = step, loss
             self._points.append(_Point(step, loss, loss, loss, math.inf, RATE))
             return
         last = self._points[-1]
@@ -72,7 +75,8 @@ class LossTrack:
         rate, slow_rate = (1.0 - (1.0 - r) ** steps for r in (RATE, SLOW_RATE))
         average = last.average + rate * (loss - last.average)
         slow = last.slow + slow_rate * (loss - last.slow)
-        best = min(last.best, slow) if step - self._first >= SETTLED else last.best
+        settled = self.first is None or step - self.first[0] >= SETTLED
+        best = min(last.best, slow) if settled else last.best
         self._points.append(_Point(step, loss, average, slow, best, rate))
         while len(self._points) > RESIDUALS + 2 and self._points[1].step < step - self._keep:
             self._points.popleft()
@@ -89,6 +93,11 @@ class LossTrack:
         if self._bad:
             return math.inf
         return self._points[-1].average if self._points else None
+
+    @property
+    def slow(self) -> float | None:
+        """The slowly averaged loss; None without any."""
+        return self._points[-1].slow if self._points else None
 
     @property
     def excess(self) -> float | None:
@@ -121,6 +130,17 @@ class LossTrack:
         )
         floor = max(FLOOR * abs(newest.average), 1e-9)
         return max(noise * math.sqrt(newest.rate / (2.0 - newest.rate)), floor)
+
+    @property
+    def wander(self) -> float:
+        """How far the fast average usually is from the slow one, as a standard deviation.
+
+        It holds what the noise of single losses does not: slow waves, such as those of a fixed
+        evaluation batch, whose successive losses hardly differ.
+        """
+        points = list(self._points)[-RESIDUALS - 2 : -1]
+        apart = [abs(p.average - p.slow) for p in points]
+        return max(1.4826 * median(apart), self.scale) if apart else self.scale
 
     def past(self, step: int, *, within: int) -> float | None:
         """The averaged loss `within` steps before `step`: the latest then known.
