@@ -39,7 +39,7 @@ class LossDivergenceElsewhere:
     name: str = "loss_divergence_elsewhere"
     calm: tuple[GrowthTest, ...] = (A_QUARTER, A_TENTH_TWICE, SLOWLY)
     high: float = 100.0
-    least_z: float = 6.0
+    least_z: float = 8.0
     far_z: float = 12.0
     burn_in: int = BURN_IN
     each_layer: bool = False

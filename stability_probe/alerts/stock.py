@@ -9,6 +9,7 @@ from stability_probe.alerts.extreme_rules import (
     SaturatedSinceStart,
     SoftmaxSaturation,
 )
+from stability_probe.alerts.fp16_forecast import Fp16Forecast
 from stability_probe.alerts.fp16_overflow import Fp16Overflow
 from stability_probe.alerts.logit_growth import LogitGrowth
 from stability_probe.alerts.loss_elsewhere import LossDivergenceElsewhere
@@ -26,6 +27,7 @@ def stock_rules() -> tuple[Rule, ...]:
         NonFinite(),
         NonFiniteLoss(),
         Fp16Overflow(),
+        Fp16Forecast(),
         AttentionDivergence(),
         LogitGrowth(),
         EntropyCollapse(),
