@@ -56,9 +56,9 @@ def extreme(history: History, limit: Limit, *, away: float) -> Extreme:
     """
     past = history.entropy
     now_LH = history.by_head(past.newest)
-    there_LH = limit(past.near.smooth).reshape(now_LH.shape)
+    there_LH = history.beyond(limit)
     came_LH = np.zeros_like(there_LH)
-    for span in (SHORT, LONG):
+    for span in (SHORT, LONG) if there_LH.any() else ():
         then_LH = history.by_head(past.reference(span).value_C)
         came_LH |= there_LH & ((then_LH > away) if away > limit.leave else (then_LH < away))
     return Extreme(now_LH, there_LH, came_LH, np.isfinite(now_LH))

@@ -18,12 +18,15 @@ from stability_probe.alerts.frames import Frames
 from stability_probe.alerts.gather import gather
 from stability_probe.alerts.updates import Updates
 from stability_probe.detect.growth import Growth, GrowthTest
+from stability_probe.detect.limit import Limit
 from stability_probe.detect.loss import LossTrack
 from stability_probe.detect.past import Past
 from stability_probe.detect.span import Span
 from stability_probe.records import Observation, StepRecord, StepScalars
 
 Float64 = npt.NDArray[np.float64]
+
+HYSTERESIS = 20  # samples for which a state lasts between the two values of a limit
 
 
 class History:
@@ -65,6 +68,7 @@ class History:
         self._kinds: list[Kind | None] = []
         self._frames = Frames()
         self._growth: dict[GrowthTest, Growth] = {}
+        self._beyond: dict[Limit, npt.NDArray[np.bool_]] = {}
 
     def update(self, record: StepRecord) -> None:
         """Take the next record of the run."""
@@ -108,6 +112,13 @@ class History:
             self._growth[test] = test(self.logits, heads=self.width)
         return self._growth[test]
 
+    def beyond(self, limit: Limit) -> npt.NDArray[np.bool_]:
+        """Whether each head's entropy ratio is beyond a limit, by its newest samples, [L, H]."""
+        if limit not in self._beyond:
+            newest_NC = self.entropy.near.smooth[-HYSTERESIS:]
+            self._beyond[limit] = limit(newest_NC).reshape(-1, self.width)
+        return self._beyond[limit]
+
     def by_head(self, column_C: npt.NDArray[np.float64]) -> Float64:
         """A row of columns as layers and heads, [L, H]."""
         return column_C.reshape(-1, self.width)
@@ -146,6 +157,7 @@ class History:
         self.start, self._phase, self.measured = scalars.step, scalars.phase, None
         self.updates.forget_bad()
         self._growth.clear()
+        self._beyond.clear()
         for track in (self.logits, self.entropy, self._train_loss, self._eval_loss, self._frames):
             track.clear()
         self._kinds = [None] * len(self._kinds)
@@ -153,6 +165,7 @@ class History:
     def _rewind(self, step: int) -> None:
         self.start, self.measured = min(self.start, step), None
         self._growth.clear()
+        self._beyond.clear()
         for track in (self.logits, self.entropy, self._train_loss, self._eval_loss):
             track.rewind(step)
         self._frames.rewind(step)
@@ -161,6 +174,7 @@ class History:
     def _measure(self, record: StepRecord) -> None:
         self.measured = record
         self._growth.clear()
+        self._beyond.clear()
         observations = record.observations
         rows_O = [self._row(observation) for observation in observations]
         kinds_O = [
