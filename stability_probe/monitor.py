@@ -9,7 +9,7 @@ from stability_probe.alerts.engine import Engine
 from stability_probe.alerts.history import History
 from stability_probe.alerts.rule import Rule
 from stability_probe.alerts.stock import stock_rules
-from stability_probe.detect.series import longest
+from stability_probe.detect.span import longest
 from stability_probe.records import Alert, StepRecord
 
 

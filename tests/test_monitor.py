@@ -44,12 +44,14 @@ def test_the_stock_rules_tell_a_divergence_in_order():
     monitor = Monitor()
     alerts = [a for r in diverging() for a in monitor.observe(r)]
     assert [(a.step, a.rule, str(a.severity), a.layer) for a in alerts] == [
-        (240, "entropy_collapse", "info", "layers.1"),
-        (260, "logit_growth", "warning", "layers.1"),
-        (260, "entropy_collapse", "warning", "layers.1"),
-        (272, "attention_divergence", "critical", "layers.1"),
+        (241, "entropy_collapse", "info", "layers.1"),
+        (261, "logit_growth", "warning", "layers.1"),
+        (261, "entropy_collapse", "warning", "layers.1"),
+        (264, "attention_divergence", "critical", "layers.1"),
     ]
-    assert all(monitor.armed.values())
+    silent = [name for name, armed in monitor.armed.items() if not armed]
+    # the one is about runs that form float16 scores, the other judges the first samples only
+    assert silent == ["fp16_overflow_forecast", "saturated_since_start"]
 
 
 def test_the_same_records_give_the_same_alerts():
@@ -114,8 +116,9 @@ def test_memory_is_bounded_over_a_long_run():
     for step in range(1, 600):
         monitor.observe(measured(step, [[5.0] * 2], loss=2.0))
     history = monitor._history
-    assert len(history._frames) <= 131
-    assert len(history.logits.steps) <= 131
+    assert len(history._frames) <= 131 + 20  # every near one, and some of the far past
+    assert len(history.logits.near.steps) <= 131
+    assert len(history.logits.far.steps) <= 20
     assert len(history._train_loss._points) <= 122
 
 

@@ -32,6 +32,11 @@ LOOK_BELOW = "look at what feeds this layer: an overflow in the MLP or the resid
 UPDATE_CALLS = "if no scaler is in use, call probe.step() once after each optimizer.step()"
 GIVE_OPTIMIZER = "pass the optimizer: watch(model, optimizer=optimizer) sees skipped updates"
 GIVE_LOSS = "pass the loss: probe.step(loss=loss)"
+CHECK_SCALE = "look at the scale on q.k (1 / sqrt of the head width) and at the initialisation"
+HALF_NORMS = "normalise queries and keys in float32: a float16 norm overflows from 65504 on"
+RAISE_SIGNAL = "look for queries or keys that are zero: a dead norm, a mask, a detached input"
+START_AGAIN = "start again with a lower learning rate or a longer warm-up: little was learned"
+LOOK_ELSEWHERE = "look at what is not attention: data, head and MLP, their learning rates"
 
 _BY_DRIVER = {
     Driver.NORMS: (QK_NORM, LOWER_RATE, WEIGHT_DECAY, QK_CLIP, SOFT_CAP),

@@ -22,7 +22,7 @@ class Evidence:
     """The same heads of one layer at the two ends of a window.
 
     Attributes:
-        heads: heads whose own largest logit grew by the factor; all where none did.
+        heads: the heads looked at.
         logit: their median largest logit, then and now.
         entropy_ratio: their median H / ln n, then and now; None where it is absent.
         factors: growth of each factor of the logit; empty where norms were not recorded.
@@ -36,21 +36,18 @@ class Evidence:
     input_growth: float | None
 
 
-def collect(
-    history: History, layer: str, *, since: int, factor: float, heads: tuple[int, ...] = ()
-) -> Evidence:
+def collect(history: History, layer: str, *, since: int, heads: tuple[int, ...]) -> Evidence:
     """Gather the evidence for a layer between the step `since` and the newest one.
 
     Args:
         history: the run so far.
         layer: the layer's name.
         since: the step to compare with.
-        factor: heads whose largest logit grew by it are the ones looked at; all where none did.
-        heads: the heads to look at instead, where they are known already.
+        heads: the heads to look at; all of the layer where none are given.
     """
     window = _Window(history, layer, (since, history.step))
     statistic = history.statistic(layer) or ""
-    heads = heads or _grown_heads(window.ends(statistic), factor)
+    heads = heads or _all_heads(window.ends(statistic))
     inputs = window.growth({"input": "input_rms"}, heads=())
     return Evidence(
         heads=heads,
@@ -91,13 +88,9 @@ class _Window:
         return growth_factors(then, now, statistics=statistics)
 
 
-def _grown_heads(logits: tuple[Float64, Float64] | None, factor: float) -> tuple[int, ...]:
-    """Heads that grew by the factor; all where none did."""
-    if logits is None:
-        return ()
-    then_H, now_H = logits
-    grown_H = now_H >= factor * np.maximum(then_H, 0.0)
-    return tuple(np.flatnonzero(grown_H).tolist()) or tuple(range(len(now_H)))
+def _all_heads(logits: tuple[Float64, Float64] | None) -> tuple[int, ...]:
+    """Every head of a layer; none where its logits are not known."""
+    return () if logits is None else tuple(range(len(logits[0])))
 
 
 def _medians(pair: tuple[Float64, Float64] | None) -> tuple[float, float] | None:

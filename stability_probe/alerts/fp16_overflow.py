@@ -16,7 +16,7 @@ from stability_probe.alerts.evidence import collect
 from stability_probe.alerts.history import History
 from stability_probe.alerts.rule import Finding, Verdict, announce
 from stability_probe.detect.growth import SHORT_GROWTH, GrowthTest
-from stability_probe.detect.series import Span
+from stability_probe.detect.span import Span
 from stability_probe.records import Alert, Observation, Severity
 
 FP16_MAX = 65504.0
@@ -75,7 +75,7 @@ class Fp16Overflow:
         layer = finding.layer or ""
         heads = self._heads(history, finding)
         since = history.window_start(layer, self.window)
-        seen = collect(history, layer, since=since, factor=1.0, heads=heads)
+        seen = collect(history, layer, since=since, heads=heads)
         times = 2.0 ** -(finding.value or 0.0)
         where = f"the largest q.k of {layer} ({named_heads(heads)}; {entropy_change(seen)})"
         if finding.severity is Severity.INFO:

@@ -2,37 +2,31 @@
 
 Everything the rules know comes through `History.update`, record by record, so that a run
 watched live and one read from disk are judged alike.
-Shape suffixes: L layers, O layers in the newest record, H heads.
+Shape suffixes: L layers, O layers in the newest record, H heads (the most of any layer; a
+layer with fewer has NaN).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from stability_probe.alerts.comparable import PATIENCE, Kind, kind_of
+from stability_probe.alerts.frames import Frames
 from stability_probe.alerts.gather import gather
+from stability_probe.alerts.updates import Updates
 from stability_probe.detect.growth import Growth, GrowthTest
+from stability_probe.detect.limit import Limit
 from stability_probe.detect.loss import LossTrack
-from stability_probe.detect.median import row_medians
-from stability_probe.detect.series import SMOOTHING, Series, Span
-from stability_probe.records import FirstBad, Observation, StepRecord, StepScalars
+from stability_probe.detect.past import Past
+from stability_probe.detect.span import Span
+from stability_probe.records import Observation, StepRecord, StepScalars
 
 Float64 = npt.NDArray[np.float64]
 
-GRADIENT = "grad_"  # how `FirstBad.tensor` begins where it is a gradient
-_SKIPS_KEPT = 10_000  # records whose being skipped is remembered one by one
-
-
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """One measured record, by layer."""
-
-    step: int
-    layers: dict[str, Observation]
+HYSTERESIS = 20  # samples for which a state lasts between the two values of a limit
 
 
 class History:
@@ -48,41 +42,33 @@ class History:
         start: the first step of the phase.
         record: the newest record; without observations where it was not measured.
         measured: the newest record that was measured; None before the first of the phase.
-        fresh_bad: the newest record's `first_bad` entries that no earlier record had.
-        bad_at: the step of the newest record with a fresh entry of a forward that masking cannot
-            explain.
-        bad_gradient_at: the step of the newest record with a fresh entry of a gradient.
-        updates: records so far, skipped or not.
-        skips: those whose update was skipped.
+        updates: skipped updates and values that are not finite.
         loss_given: whether any loss has been given since the run began.
-        names: layer names by column, in order of appearance.
-        indices: the layers' places in the model, by column.
-        logits: per layer, the median over heads of the largest logit.
-        entropy: per layer, the median over heads of `entropy_ratio`.
+        names: layer names by row, in order of appearance.
+        indices: the layers' places in the model, by row.
+        width: the most heads of any layer; columns are layers times it.
+        logits: per layer and head, the largest logit.
+        entropy: per layer and head, `entropy_ratio`.
     """
 
     def __init__(self, *, keep: Span) -> None:
         """Remember a little more than `keep`, the longest window of any rule."""
-        self._keep = keep
-        self.logits, self.entropy = Series(keep=keep), Series(keep=keep)
+        self.logits, self.entropy = Past(keep=keep), Past(keep=keep)
         self._train_loss, self._eval_loss = (LossTrack(keep=2 * keep.steps) for _ in range(2))
         self.step, self.first, self.start = 0, 0, 0
         self._phase: str | None = None
         self.record = StepRecord(StepScalars(step=0))
         self.measured: StepRecord | None = None
-        self.fresh_bad: tuple[FirstBad, ...] = ()
-        self.bad_at: int | None = None
-        self.bad_gradient_at: int | None = None
-        self.updates, self.skips = 0, 0
-        self._skipped: deque[tuple[int, bool]] = deque()
+        self.updates = Updates()
         self.loss_given = False
         self.names: list[str] = []
         self.indices: list[int] = []
-        self._columns: dict[str, int] = {}
+        self.width = 1
+        self._rows: dict[str, int] = {}
         self._kinds: list[Kind | None] = []
-        self._frames: deque[_Frame] = deque()
-        self._seen_bad: dict[tuple[str, str], int] = {}
+        self._frames = Frames()
         self._growth: dict[GrowthTest, Growth] = {}
+        self._beyond: dict[Limit, npt.NDArray[np.bool_]] = {}
 
     def update(self, record: StepRecord) -> None:
         """Take the next record of the run."""
@@ -99,8 +85,7 @@ class History:
         self._train_loss.update(scalars.step, scalars.loss)
         self._eval_loss.update(scalars.step, scalars.eval_loss)
         self.loss_given |= scalars.loss is not None or scalars.eval_loss is not None
-        self._note_update(scalars)
-        self._note_bad(scalars.first_bad)
+        self.updates.note(scalars)
         if record.measured:
             self._measure(record)
 
@@ -109,20 +94,6 @@ class History:
         """Whether the newest record was measured."""
         return self.record.measured
 
-    def was_skipped(self, step: int) -> bool:
-        """Whether the update of a step was skipped, as far as that is remembered."""
-        return any(skipped for at, skipped in reversed(self._skipped) if at == step)
-
-    def bad_gradient_before(self, step: int) -> tuple[str, int] | None:
-        """Layer and step of a gradient that was not finite at the last update before `step`."""
-        last = next((s for s, skipped in reversed(self._skipped) if s < step and not skipped), None)
-        found = [
-            layer
-            for (layer, tensor), at in self._seen_bad.items()
-            if at == last and tensor.startswith(GRADIENT)
-        ]
-        return None if last is None or not found else (found[0], last)
-
     def loss(self, *, within: int) -> LossTrack:
         """The loss to judge by: of the fixed evaluation batch once that reaches back so far."""
         evaluated = self._eval_loss
@@ -130,19 +101,35 @@ class History:
             return evaluated
         return self._train_loss
 
+    @property
+    def losses(self) -> tuple[LossTrack, LossTrack]:
+        """The training loss and the loss of the fixed evaluation batch, given or not."""
+        return self._train_loss, self._eval_loss
+
     def growth(self, test: GrowthTest) -> Growth:
-        """The growth of each layer's logits at the newest measured record."""
+        """The growth of each head's logits at the newest measured record."""
         if test not in self._growth:
-            self._growth[test] = test(self.logits)
+            self._growth[test] = test(self.logits, heads=self.width)
         return self._growth[test]
+
+    def beyond(self, limit: Limit) -> npt.NDArray[np.bool_]:
+        """Whether each head's entropy ratio is beyond a limit, by its newest samples, [L, H]."""
+        if limit not in self._beyond:
+            newest_NC = self.entropy.near.smooth[-HYSTERESIS:]
+            self._beyond[limit] = limit(newest_NC).reshape(-1, self.width)
+        return self._beyond[limit]
+
+    def by_head(self, column_C: npt.NDArray[np.float64]) -> Float64:
+        """A row of columns as layers and heads, [L, H]."""
+        return column_C.reshape(-1, self.width)
 
     def window_start(self, layer: str, test: GrowthTest) -> int:
         """The first step of a layer's window; while it is too short, the oldest one kept."""
-        column = self._columns.get(layer)
-        if self.measured is None or column is None:
+        row = self._rows.get(layer)
+        if self.measured is None or row is None:
             return self.step
         growth = self.growth(test)
-        return int(growth.since_L[column] if growth.armed_L[column] else self._frames[0].step)
+        return growth.since(row) if growth.armed_L[row] else self._frames.oldest
 
     def statistic(self, layer: str) -> str | None:
         """The logit statistic that the layer is judged by; None while it has none."""
@@ -164,105 +151,79 @@ class History:
             smooth: the median of the 10 steps up to it, else the latest sample alone.
         """
         kind = self._kind(layer)
-        rows: list[Float64] = []
-        for frame in reversed(self._frames):
-            if frame.step > step:
-                continue
-            if frame.step <= step - SMOOTHING and (rows or not smooth):
-                break
-            seen = frame.layers.get(layer)
-            if seen is None or statistic not in seen.values or (kind and not kind.covers(seen)):
-                continue
-            row_H = seen.values[statistic].astype(np.float64)
-            if rows and len(row_H) != len(rows[0]):
-                break
-            rows.append(np.where(np.isfinite(row_H), row_H, np.nan))
-            if not smooth:
-                break
-        return row_medians(np.array(rows).T) if rows else np.empty(0)
+        return self._frames.heads(layer, statistic, step=step, smooth=smooth, kind=kind)
 
     def _restart(self, scalars: StepScalars) -> None:
-        self.start, self._phase = scalars.step, scalars.phase
-        self.measured, self.bad_at, self.bad_gradient_at = None, None, None
+        self.start, self._phase, self.measured = scalars.step, scalars.phase, None
+        self.updates.forget_bad()
         self._growth.clear()
-        for track in (self.logits, self.entropy, self._train_loss, self._eval_loss):
+        self._beyond.clear()
+        for track in (self.logits, self.entropy, self._train_loss, self._eval_loss, self._frames):
             track.clear()
-        self._frames.clear()
         self._kinds = [None] * len(self._kinds)
 
     def _rewind(self, step: int) -> None:
-        self.start = min(self.start, step)
-        while self._skipped and self._skipped[-1][0] >= step:
-            self.skips -= self._skipped.pop()[1]
-            self.updates -= 1
-        self.measured, self.bad_at, self.bad_gradient_at = None, None, None
+        self.start, self.measured = min(self.start, step), None
         self._growth.clear()
+        self._beyond.clear()
         for track in (self.logits, self.entropy, self._train_loss, self._eval_loss):
             track.rewind(step)
-        while self._frames and self._frames[-1].step >= step:
-            self._frames.pop()
-
-    def _note_update(self, scalars: StepScalars) -> None:
-        self._skipped.append((scalars.step, scalars.skipped))
-        self.updates += 1
-        self.skips += scalars.skipped
-        if len(self._skipped) > _SKIPS_KEPT:
-            self._skipped.popleft()
-
-    def _note_bad(self, first_bad: tuple[FirstBad, ...]) -> None:
-        self.fresh_bad = tuple(
-            bad for bad in first_bad if self._seen_bad.get((bad.layer, bad.tensor)) != bad.step
-        )
-        for bad in self.fresh_bad:
-            self._seen_bad[bad.layer, bad.tensor] = bad.step
-        backward = [bad.tensor.startswith(GRADIENT) for bad in self.fresh_bad]
-        if any(backward):
-            self.bad_gradient_at = self.step
-        if not all(b or bad.explained for b, bad in zip(backward, self.fresh_bad, strict=True)):
-            self.bad_at = self.step
+        self._frames.rewind(step)
+        self.updates.rewind(step)
 
     def _measure(self, record: StepRecord) -> None:
         self.measured = record
         self._growth.clear()
+        self._beyond.clear()
         observations = record.observations
-        columns_O = [self._column(observation) for observation in observations]
+        rows_O = [self._row(observation) for observation in observations]
         kinds_O = [
             kind if kind and kind.covers(observation) else None
-            for kind, observation in zip(self._kinds_at(columns_O), observations, strict=True)
+            for kind, observation in zip(
+                [self._kinds[row] for row in rows_O], observations, strict=True
+            )
         ]
         logits_OH = gather(observations, [kind.statistic if kind else "" for kind in kinds_O])
         known_O: list[bool] = np.asarray(np.isfinite(logits_OH).any(axis=1)).tolist()
-        for column, observation, known in zip(columns_O, observations, known_O, strict=True):
-            self._reconsider(column, observation, known=known)
+        for row, observation, known in zip(rows_O, observations, known_O, strict=True):
+            self._reconsider(row, observation, known=known)
         entropy_OH = self.now("entropy_ratio")
         entropy_OH[[kind is None for kind in kinds_O]] = np.nan
-        for series, values_OH in ((self.logits, logits_OH), (self.entropy, entropy_OH)):
-            row_L = np.full(len(self.names), np.nan)
-            finite_OH = np.where(np.isfinite(values_OH), values_OH, np.nan)
-            row_L[columns_O] = row_medians(finite_OH)
-            series.append(record.step, row_L)
-        self._remember(record)
+        self._widen(max(logits_OH.shape[1], entropy_OH.shape[1]))
+        for past, values_OH in ((self.logits, logits_OH), (self.entropy, entropy_OH)):
+            values_LH = np.full((len(self.names), self.width), np.nan)
+            values_LH[rows_O, : values_OH.shape[1]] = values_OH
+            past.append(record.step, values_LH.ravel())
+        near = self.logits.near.steps[0]
+        self._frames.append(record, near=int(near), far=self.logits.far.steps)
 
-    def _column(self, observation: Observation) -> int:
-        """The layer's column; a layer seen for the first time gets the next one."""
-        column = self._columns.setdefault(observation.layer, len(self.names))
-        if column == len(self.names):
+    def _widen(self, heads: int) -> None:
+        """Make room for layers with more heads than any had before."""
+        if heads <= self.width:
+            return
+        for past in (self.logits, self.entropy):
+            columns = np.arange(past.near.raw.shape[1])
+            layer, head = np.divmod(columns, self.width)
+            past.spread(layer * heads + head, len(columns) // self.width * heads)
+        self.width = heads
+
+    def _row(self, observation: Observation) -> int:
+        """The layer's row; a layer seen for the first time gets the next one."""
+        row = self._rows.setdefault(observation.layer, len(self.names))
+        if row == len(self.names):
             self.names.append(observation.layer)
             self.indices.append(observation.layer_index)
             self._kinds.append(None)
-        if self._kinds[column] is None:
-            self._kinds[column] = kind_of(observation)
-        return column
+        if self._kinds[row] is None:
+            self._kinds[row] = kind_of(observation)
+        return row
 
     def _kind(self, layer: str) -> Kind | None:
-        return self._kinds[self._columns[layer]] if layer in self._columns else None
+        return self._kinds[self._rows[layer]] if layer in self._rows else None
 
-    def _kinds_at(self, columns_O: list[int]) -> list[Kind | None]:
-        return [self._kinds[column] for column in columns_O]
-
-    def _reconsider(self, column: int, observation: Observation, *, known: bool) -> None:
+    def _reconsider(self, row: int, observation: Observation, *, known: bool) -> None:
         """Judge a layer by another kind of sample once that is all it gives."""
-        kind = self._kinds[column]
+        kind = self._kinds[row]
         if kind is None:
             return
         if known:
@@ -273,12 +234,7 @@ class History:
             return
         kind.strangers += 1
         if kind.strangers >= PATIENCE:
-            self._kinds[column] = other
-            self.logits.forget(column)
-            self.entropy.forget(column)
-
-    def _remember(self, record: StepRecord) -> None:
-        """Keep the record for as long as the series keep its step."""
-        self._frames.append(_Frame(record.step, {o.layer: o for o in record.observations}))
-        while self._frames[0].step < self.logits.steps[0]:
-            self._frames.popleft()
+            self._kinds[row] = other
+            columns = slice(row * self.width, (row + 1) * self.width)
+            self.logits.forget(columns)
+            self.entropy.forget(columns)

@@ -8,7 +8,7 @@ from stability_probe.alerts.actions import GIVE_LOSS
 from stability_probe.alerts.history import History
 from stability_probe.alerts.rule import Finding, Verdict, announce
 from stability_probe.alerts.trend import BURN_IN
-from stability_probe.detect.series import SHORT, Span
+from stability_probe.detect.span import SHORT, Span
 from stability_probe.records import Alert, Severity
 
 

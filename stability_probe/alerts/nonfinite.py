@@ -12,7 +12,7 @@ from stability_probe.alerts.history import History
 from stability_probe.alerts.nonfinite_layers import BadLayer, bad_backward, bad_forward, count
 from stability_probe.alerts.rule import Finding, Verdict, announce
 from stability_probe.detect.growth import SHORT_GROWTH, GrowthTest
-from stability_probe.detect.series import Span
+from stability_probe.detect.span import Span
 from stability_probe.records import Alert, Severity
 
 
@@ -44,12 +44,12 @@ class NonFinite:
 
     def evaluate(self, history: History, step: int) -> Verdict:
         """Judge every layer that was counted, and those that the sentinel names."""
-        if not history.fresh and not history.fresh_bad:
+        if not history.fresh and not history.updates.fresh_bad:
             return {}
         counted = count(history.record.observations, step)
         forward, backward = _bad(history)
         if forward:
-            reached = any(not history.was_skipped(bad.step) for bad in backward)
+            reached = any(not history.updates.was_skipped(bad.step) for bad in backward)
             findings = [_forward(bad, reached=reached) for bad in forward]
         else:
             findings = [_backward(history, bad) for bad in backward]
@@ -72,7 +72,7 @@ class NonFinite:
                 remedies=words.backward_remedies(history, blamed),
             )
         since = history.window_start(blamed.layer, self.window)
-        seen = collect(history, blamed.layer, since=since, factor=1.0, heads=blamed.heads)
+        seen = collect(history, blamed.layer, since=since, heads=blamed.heads)
         about = f"{named_heads(blamed.heads)}; {entropy_change(seen)}"
         return announce(
             self.name,
@@ -88,13 +88,13 @@ class NonFinite:
 def _bad(history: History) -> tuple[list[BadLayer], list[BadLayer]]:
     """Layers whose forward is bad, and those whose gradients are, the first to blame first."""
     counted = count(history.record.observations, history.step)
-    backward = bad_backward(history.fresh_bad)
+    backward = bad_backward(history.updates.fresh_bad)
     loss = history.record.scalars.loss
     if backward and loss is not None and not math.isfinite(loss):
         first = backward[0]
         if first.tensors[0] == "grad_output" and first.step == history.step:
             backward = []  # the loss made them
-    return bad_forward(counted, history.fresh_bad), backward
+    return bad_forward(counted, history.updates.fresh_bad), backward
 
 
 def _forward(bad: BadLayer, *, reached: bool) -> Finding:
@@ -111,7 +111,7 @@ def _forward(bad: BadLayer, *, reached: bool) -> Finding:
 
 
 def _backward(history: History, bad: BadLayer) -> Finding:
-    skipped = history.was_skipped(bad.step)
+    skipped = history.updates.was_skipped(bad.step)
     return Finding(
         severity=Severity.INFO if skipped else Severity.WARNING,
         layer=bad.layer,

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stability_probe.alerts.gather import gather
-from stability_probe.alerts.history import GRADIENT, History
+from stability_probe.alerts.history import History
+from stability_probe.alerts.updates import GRADIENT
 from stability_probe.records import FirstBad, Observation
 
 Float64 = npt.NDArray[np.float64]
@@ -38,7 +39,8 @@ class BadLayer:
 def attention_is_finite(history: History) -> bool:
     """Whether attention's forward held only finite values when it was last looked at."""
     seen = history.measured
-    if history.bad_at is not None and (seen is None or history.bad_at >= seen.step):
+    bad_at = history.updates.bad_at
+    if bad_at is not None and (seen is None or bad_at >= seen.step):
         return False
     return seen is None or not any(count(seen.observations, seen.step).values())
 

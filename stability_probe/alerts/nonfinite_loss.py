@@ -12,7 +12,7 @@ from stability_probe.alerts.history import History
 from stability_probe.alerts.nonfinite_layers import attention_is_finite
 from stability_probe.alerts.rule import Finding, Verdict, announce
 from stability_probe.detect.growth import SHORT_GROWTH, GrowthTest
-from stability_probe.detect.series import Span
+from stability_probe.detect.span import Span
 from stability_probe.records import Alert, Severity, StepScalars
 
 
@@ -48,7 +48,7 @@ class NonFiniteLoss:
             return {None: None}
         if not attention_is_finite(history):
             return {}
-        if statistic == "grad_norm" and history.bad_gradient_at == step:
+        if statistic == "grad_norm" and history.updates.bad_gradient_at == step:
             return {}
         if statistic != "grad_norm":
             severity = Severity.CRITICAL
@@ -86,15 +86,16 @@ class NonFiniteLoss:
         at = f"at step {history.measured.step}"
         growth = history.growth(self.growth)
         if growth.grown_L.any():
-            worst = int(np.argmax(np.where(growth.grown_L, growth.now_L, -np.inf)))
+            worst = int(np.argmax(np.where(growth.grown_L, growth.largest, -np.inf)))
+            then, now = growth.ends(worst)
             return False, (
                 f"attention is not calm: logits of {history.names[worst]} grew from "
-                f"{growth.then_L[worst]:.3g} to {growth.now_L[worst]:.3g} {at}"
+                f"{then:.3g} to {now:.3g} {at}"
             )
-        if not np.isfinite(growth.now_L).any():
+        if not np.isfinite(growth.now_LH).any():
             return True, f"attention is calm (all values finite {at})"
-        largest = float(np.nanmax(growth.now_L))
-        return True, f"attention is calm (finite, largest layer logit {largest:.3g} {at})"
+        largest = float(np.nanmax(growth.now_LH))
+        return True, f"attention is calm (finite, largest logit {largest:.3g} {at})"
 
 
 def _worst_scalar(scalars: StepScalars) -> tuple[str | None, float | None]:

@@ -61,7 +61,7 @@ def forward_cause(history: History, bad: BadLayer, *, reached: bool) -> str:
     cause = _CAUSES.get(first) or (
         f"The first non-finite value came from outside attention, {_below(history, bad)}."
     )
-    before = history.bad_gradient_before(bad.step)
+    before = history.updates.bad_gradient_before(bad.step)
     if before is not None and first in ("input", "q", "k", "v"):
         layer, step = before
         cause += f" Gradients of {layer} were not finite at step {step}: the update may have put "
@@ -78,12 +78,12 @@ def forward_remedies(bad: BadLayer) -> tuple[str, ...]:
 
 def backward_message(history: History, bad: BadLayer, earlier: Sequence[BadLayer]) -> str:
     """What backward did at the first layer where its gradients were not finite."""
-    skipped = history.was_skipped(bad.step)
+    skipped = history.updates.was_skipped(bad.step)
     update = "was skipped" if skipped else "was not reported as skipped"
     ending = f"{_followers(earlier, 'earlier layers follow')}. The update {update}"
     if skipped:
         ending += ", as GradScaler does while it searches its scale"
-        ending += f" ({history.skips} of {history.updates} updates skipped)"
+        ending += f" ({history.updates.skips} of {history.updates.count} updates skipped)"
     if bad.tensors[0] == "grad_output":
         return (
             f"The gradient was already not finite when it reached the output of {bad.layer} at "
@@ -114,7 +114,7 @@ def backward_cause(history: History, bad: BadLayer) -> str:
 
 def backward_remedies(history: History, bad: BadLayer) -> tuple[str, ...]:
     """What to do about gradients; nothing while a loss scale is searched."""
-    if history.was_skipped(bad.step):
+    if history.updates.was_skipped(bad.step):
         return (GRAD_SCALER,)
     look = LOOK_DOWNSTREAM if bad.tensors[0] == "grad_output" else BACKWARD_IN_FLOAT32
     return (look, CLIP_GRADIENT, FROM_CHECKPOINT, GIVE_OPTIMIZER)

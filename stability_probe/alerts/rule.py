@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stability_probe.alerts.history import History
-from stability_probe.detect.series import Span
+from stability_probe.detect.span import Span
 from stability_probe.records import Alert, Severity
 
 
@@ -28,6 +28,8 @@ class Finding:
         value: its value, in the statistic's unit.
         limit: the value it passed.
         since: first step of the evidence.
+        holds: judgements in a row that must find as bad or worse before it is news.
+        rests: steps after an episode until as bad a finding is news again.
     """
 
     severity: Severity
@@ -37,6 +39,8 @@ class Finding:
     value: float | None = None
     limit: float | None = None
     since: int | None = None
+    holds: int = 1
+    rests: int = 0
 
 
 Verdict = Mapping[str | None, Finding | None]

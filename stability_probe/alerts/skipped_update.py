@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from stability_probe.alerts.actions import GRAD_SCALER, UPDATE_CALLS
 from stability_probe.alerts.history import History
 from stability_probe.alerts.rule import Finding, Verdict, announce
-from stability_probe.detect.series import SHORT, Span
+from stability_probe.detect.span import SHORT, Span
 from stability_probe.records import Alert, Severity
 
 
@@ -31,18 +31,18 @@ class SkippedUpdate:
         """Judge the newest record; one that was skipped is a finding."""
         if not history.record.scalars.skipped:
             return {None: None}
-        return {None: Finding(severity=Severity.INFO, value=float(history.skips))}
+        return {None: Finding(severity=Severity.INFO, value=float(history.updates.skips))}
 
     def explain(self, history: History, finding: Finding) -> Alert:
         """Say how many there were."""
-        counted = "update" if history.updates == 1 else "updates"
+        counted = "update" if history.updates.count == 1 else "updates"
         return announce(
             self.name,
             finding,
             history,
             message=(
-                f"The update of step {history.step} was skipped: {history.skips} of "
-                f"{history.updates} {counted} skipped so far."
+                f"The update of step {history.step} was skipped: {history.updates.skips} of "
+                f"{history.updates.count} {counted} skipped so far."
             ),
             cause="A scaled gradient was not finite, or optimizer.step() was not called.",
             remedies=(GRAD_SCALER, UPDATE_CALLS),

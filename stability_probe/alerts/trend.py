@@ -14,6 +14,8 @@ from stability_probe.alerts.history import History
 from stability_probe.alerts.rule import Finding, Verdict
 
 BURN_IN = 30  # steps of a phase before a trend is judged (early learning moves everything)
+HOLDS = 2  # samples in a row: where 10 steps pass between two, one sample is not smoothed at all
+RESTS = 50  # steps from the end of an episode until the same is news again
 
 
 def trend_verdict(

@@ -1,17 +1,15 @@
-"""A bounded series of one number per layer, and how far to look back in it.
+"""A bounded series of many numbers side by side, and how far to look back in it.
 
-Shape suffixes: N samples, L layers.
+Shape suffixes: N samples, C columns (one number each: a head of a layer).
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from stability_probe.detect.median import row_medians
+from stability_probe.detect.span import Span
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -19,87 +17,77 @@ Int64 = npt.NDArray[np.int64]
 SMOOTHING = 10  # steps; a single spike of one batch must not count as growth
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """How far back a comparison goes: at least so many steps and at least so many samples.
-
-    A run measured every step is compared over `steps`; a run measured rarely over the
-    `samples` newest samples, both ends included, however many steps these take.
-    """
-
-    steps: int = 40
-    samples: int = 8
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.samples < 2:
-            raise ValueError(
-                f"Span(steps={self.steps}, samples={self.samples}) cannot hold a comparison; "
-                "give at least 1 step and at least 2 samples."
-            )
-
-
-SHORT = Span()  # the span of the stock rules
-
-
-def longest(spans: Iterable[Span]) -> Span:
-    """The span that holds all of them; the stock span where there is none."""
-    found = list(spans) or [SHORT]
-    return Span(steps=max(s.steps for s in found), samples=max(s.samples for s in found))
-
-
 class Series:
-    """The newest samples of one number per layer, raw and smoothed.
+    """The newest samples of each column, raw and smoothed.
 
-    Attributes:
-        steps: the optimizer step of each sample, [N], rising.
-        raw: the samples, [N, L]; NaN is a missing one.
-        smooth: the median of the raw samples of the last 10 steps, [N, L].
+    The rows lie in a buffer twice as long as what is kept, so that appending copies one row.
     """
 
     def __init__(self, *, keep: Span) -> None:
+        """Remember a little more than twice `keep`."""
         self._keep = keep
-        self._references: dict[Span, Int64] = {}
         self.clear()
 
     def clear(self) -> None:
         """Forget every sample."""
-        self._references.clear()
-        self.steps: Int64 = np.empty(0, dtype=np.int64)
-        self.raw: Float64 = np.empty((0, 0))
-        self.smooth: Float64 = np.empty((0, 0))
+        self._references: dict[Span, Int64] = {}
+        self._first, self._last = 0, 0
+        self._steps: Int64 = np.empty(0, dtype=np.int64)
+        self._raw: Float64 = np.empty((0, 0))
+        self._smooth: Float64 = np.empty((0, 0))
 
-    def append(self, step: int, values_L: Float64) -> None:
-        """Add one sample per layer; a longer row than before brings new layers.
+    @property
+    def steps(self) -> Int64:
+        """The optimizer step of each sample, [N], rising."""
+        return self._steps[self._first : self._last]
+
+    @property
+    def raw(self) -> Float64:
+        """The samples, [N, C]; NaN is a missing one."""
+        return self._raw[self._first : self._last]
+
+    @property
+    def smooth(self) -> Float64:
+        """The median of the raw samples of the last 10 steps, [N, C]."""
+        return self._smooth[self._first : self._last]
+
+    def append(self, step: int, values_C: Float64) -> None:
+        """Add one sample per column; a longer row than before brings new columns.
 
         Samples older than twice the kept span are dropped, so memory is bounded.
         """
         self._references.clear()
-        values_L = np.where(np.isfinite(values_L), values_L, np.nan)
-        new_layers = len(values_L) - self.raw.shape[1]
-        oldest = step - 2 * self._keep.steps - SMOOTHING
-        first = int(np.searchsorted(self.steps, oldest))
-        first = max(min(first, len(self.steps) - 2 * self._keep.samples), 0)
-        self.steps = np.append(self.steps[first:], step)
-        self.raw = np.vstack([_widened(self.raw[first:], new_layers), values_L])
+        if len(values_C) > self._raw.shape[1]:
+            self.spread(np.arange(self._raw.shape[1]), len(values_C))
+        oldest = int(np.searchsorted(self.steps, step - 2 * self._keep.steps - SMOOTHING))
+        kept = max(min(oldest, len(self.steps) - 2 * self._keep.samples), 0)
+        self._first += kept
+        self._make_room()
+        row = self._last
+        self._steps[row] = step
+        self._raw[row] = np.where(np.isfinite(values_C), values_C, np.nan)
+        self._last += 1
         recent = int(np.searchsorted(self.steps, step - SMOOTHING, side="right"))
-        smooth_L = row_medians(self.raw[recent:].T)
-        self.smooth = np.vstack([_widened(self.smooth[first:], new_layers), smooth_L])
+        self._smooth[row] = row_medians(self.raw[recent:].T)
 
     def rewind(self, step: int) -> None:
         """Forget the samples from `step` on, which the run is about to do again."""
         self._references.clear()
-        last = int(np.searchsorted(self.steps, step))
-        self.steps, self.raw, self.smooth = self.steps[:last], self.raw[:last], self.smooth[:last]
+        self._last = self._first + int(np.searchsorted(self.steps, step))
 
-    def forget(self, layer: int) -> None:
-        """Forget one layer's samples: what comes next is not comparable with them."""
+    def forget(self, columns: slice) -> None:
+        """Forget some columns' samples: what comes next is not comparable with them."""
         self._references.clear()
-        if layer < self.raw.shape[1]:
-            self.raw[:, layer] = np.nan
-            self.smooth[:, layer] = np.nan
+        self.raw[:, columns] = np.nan
+        self.smooth[:, columns] = np.nan
+
+    def spread(self, places_C: npt.NDArray[np.intp], width: int) -> None:
+        """Move each column to its new place among `width`; the others are missing so far."""
+        self._references.clear()
+        self._raw, self._smooth = (spread(a, places_C, width) for a in (self._raw, self._smooth))
 
     def reference_rows(self, span: Span) -> Int64:
-        """The row that each layer's newest sample is to be compared with, [L].
+        """The row that each column's newest sample is to be compared with, [C].
 
         It is the latest known one that is `span.steps` or more before the newest and has at
         least `span.samples` known samples from it on, itself included; -1 where there is
@@ -110,18 +98,33 @@ class Series:
         return self._references[span]
 
     def _find_references(self, span: Span) -> Int64:
-        old = int(np.searchsorted(self.steps, self.steps[-1] - span.steps, side="right"))
-        missing_NL = np.isnan(self.raw)
-        if not missing_NL.any():  # then all layers have the same
-            row = min(old - 1, len(self.steps) - span.samples)
-            return np.full(self.raw.shape[1], max(row, -1), dtype=np.int64)
-        since_NL = np.cumsum(~missing_NL[::-1], axis=0)[::-1]
-        usable_NL = (since_NL >= span.samples) & ~np.isnan(self.smooth)
-        usable_NL[old:] = False
-        latest_L = len(self.steps) - 1 - np.argmax(usable_NL[::-1], axis=0)
-        return np.where(usable_NL.any(axis=0), latest_L, -1).astype(np.int64)
+        steps, raw_NC = self.steps, self.raw
+        old = int(np.searchsorted(steps, steps[-1] - span.steps, side="right"))
+        missing_NC = np.isnan(raw_NC)
+        if not missing_NC.any():  # then all columns have the same
+            row = min(old - 1, len(steps) - span.samples)
+            return np.full(raw_NC.shape[1], max(row, -1), dtype=np.int64)
+        since_NC = np.cumsum(~missing_NC[::-1], axis=0)[::-1]
+        usable_NC = (since_NC >= span.samples) & ~np.isnan(self.smooth)
+        usable_NC[old:] = False
+        latest_C = len(steps) - 1 - np.argmax(usable_NC[::-1], axis=0)
+        return np.where(usable_NC.any(axis=0), latest_C, -1).astype(np.int64)
+
+    def _make_room(self) -> None:
+        """Move the kept rows to the front of a buffer that has room for as many again."""
+        if self._last < len(self._steps):
+            return
+        kept = self._last - self._first
+        room, width = 2 * kept + 64, self._raw.shape[1]
+        steps, raw, smooth = self.steps, self.raw, self.smooth
+        self._steps = np.zeros(room, dtype=np.int64)
+        self._raw, self._smooth = np.full((room, width), np.nan), np.full((room, width), np.nan)
+        self._steps[:kept], self._raw[:kept], self._smooth[:kept] = steps, raw, smooth
+        self._first, self._last = 0, kept
 
 
-def _widened(rows_NL: Float64, extra: int) -> Float64:
-    """The same rows with `extra` missing layers on the right."""
-    return np.pad(rows_NL, ((0, 0), (0, extra)), constant_values=np.nan) if extra > 0 else rows_NL
+def spread(rows_NC: Float64, places_C: npt.NDArray[np.intp], width: int) -> Float64:
+    """The same rows with each column at its new place among `width`; the rest is missing."""
+    wide = np.full((len(rows_NC), width), np.nan)
+    wide[:, places_C] = rows_NC
+    return wide

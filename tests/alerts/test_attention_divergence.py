@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from recording import runaway, stream, told, watch
@@ -18,19 +20,21 @@ def rising(step):
     return 2.0 + max(step - 300, 0) * 0.01
 
 
-def first_excess_by_hand(margin=0.1):
+def first_excess_by_hand(least_z=3.0):
+    """Without noise the scale is its floor, a thousandth of the average."""
     average = best = 2.0
+    found = [False]
     for step in range(1, 500):
         average += 0.1 * (rising(step) - average)
-        best = min(best, average)
-        if average > best + margin:
+        found.append((average - best) / (1e-3 * average) >= least_z)
+        if found[-1] and found[-2]:
             return step
     return None
 
 
 def test_golden_alarm_when_the_loss_leaves_its_best_behind():
     alarm = first_excess_by_hand()
-    assert alarm == 318
+    assert alarm == 305
     (alert,) = watch(stream(range(1, 340), {"a": growing}, loss=rising), RULES)
     assert (alert.step, alert.severity, alert.layer) == (alarm, Severity.CRITICAL, "a")
     assert "above its best" in alert.message
@@ -47,14 +51,21 @@ def test_excess_without_growth_is_not_attention():
     assert watch(stream(range(1, 400), calm, loss=rising), RULES) == []
 
 
-def test_the_margin_is_a_constant():
-    wide = (AttentionDivergence(loss_margin=0.3),)
-    steps = range(1, 340)
-    assert told(watch(stream(steps, {"a": growing}, loss=rising), wide))[0][0] > 318
-    assert (
-        first_excess_by_hand(0.3)
-        == told(watch(stream(steps, {"a": growing}, loss=rising), wide))[0][0]
-    )
+def test_the_z_is_a_constant():
+    stairs = tuple(replace(stair, least_z=10.0) for stair in AttentionDivergence().stairs)
+    wide = (AttentionDivergence(stairs=stairs),)
+    run = stream(range(1, 340), {"a": growing}, loss=rising)
+    assert told(watch(run, wide))[0][0] == first_excess_by_hand(10.0) > 305
+
+
+def test_the_margin_is_the_noise_of_the_loss_whatever_its_unit():
+    noise = np.random.default_rng(0).normal(0.0, 0.2, size=400)
+
+    def step_of(unit):
+        run = stream(range(1, 400), {"a": growing}, loss=lambda s: unit * (rising(s) + noise[s]))
+        return told(watch(run, RULES))[0][0]
+
+    assert step_of(1.0) == step_of(1e-3) == step_of(1e3) > 305
 
 
 def test_nothing_is_critical_without_a_loss():
@@ -63,11 +74,11 @@ def test_nothing_is_critical_without_a_loss():
 
 def test_a_nan_loss_is_infinitely_bad_and_one_alone_is_forgotten():
     from_270 = stream(range(1, 300), {"a": growing}, loss=lambda s: np.nan if s >= 290 else 2.0)
-    assert told(watch(from_270, RULES)) == [(290, "attention_divergence", "critical")]
+    assert told(watch(from_270, RULES)) == [(291, "attention_divergence", "critical")]
     once = stream(range(1, 400), {"a": growing}, loss=lambda s: np.nan if s == 100 else 2.0)
     assert watch(once, RULES) == []
     later = stream(range(1, 340), {"a": growing}, loss=lambda s: np.nan if s == 100 else rising(s))
-    assert told(watch(later, RULES)) == [(318, "attention_divergence", "critical")]
+    assert told(watch(later, RULES)) == [(305, "attention_divergence", "critical")]
 
 
 def test_a_new_phase_forgets_the_best_loss():
@@ -96,4 +107,4 @@ def test_a_fixed_evaluation_batch_overrules_a_noisy_training_loss(seldom):
         return {"eval_loss": 2.0 + (step >= 300) if step % seldom == 0 else None}
 
     run = stream(range(1, 320), {"a": growing}, loss=lambda s: 2.0, scalars=bad)
-    assert told(watch(run, RULES)) == [(300, "attention_divergence", "critical")]
+    assert told(watch(run, RULES)) == [(301, "attention_divergence", "critical")]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from recording import observation, record
 
 from stability_probe.alerts.rule import Finding, announce
-from stability_probe.detect.series import SHORT
+from stability_probe.detect.span import SHORT
 from stability_probe.monitor import Monitor
 from stability_probe.records import Severity
 
@@ -110,3 +110,67 @@ def test_going_back_in_steps_does_not_count_as_quiet():
     steps = [100, *range(60, 100)]
     alerts = [a for s in steps for a in monitor.observe(record(s, seen))]
     assert [str(a.state) for a in alerts] == ["firing"]
+
+
+@dataclass(frozen=True)
+class Patient(Scripted):
+    """A rule whose findings ask to hold, and to rest after an episode."""
+
+    holds: int = 1
+    rests: int = 0
+
+    def evaluate(self, history, step):
+        values = self.script.get(step, {})
+        return {
+            layer: None
+            if value is None
+            else Finding(
+                severity=Severity.WARNING,
+                layer=layer,
+                statistic="x",
+                value=value,
+                limit=1.0,
+                holds=self.holds,
+                rests=self.rests,
+            )
+            for layer, value in values.items()
+        }
+
+
+def observe(rule, until):
+    monitor = Monitor([rule])
+    seen = observation("a", 0, x=1.0)
+    return [a for s in range(1, until) for a in monitor.observe(record(s, seen))]
+
+
+def test_a_finding_is_pending_until_it_has_held():
+    flicker = {5: {"a": 2.0}, 6: {"a": None}, 7: {"a": 2.0}, 8: {"a": None}}
+    assert observe(Patient(flicker, holds=2), 20) == []
+    held = {**flicker, 10: {"a": 2.0}, 11: {"a": 2.0}}
+    assert [a.step for a in observe(Patient(held, holds=2), 20)] == [11]
+
+
+def test_steps_without_a_judgement_neither_hold_nor_break_what_is_pending():
+    (alert,) = observe(Patient({5: {"a": 2.0}, 9: {"a": 2.0}}, holds=2), 20)
+    assert alert.step == 9
+
+
+def test_an_episode_tells_its_start_its_peak_and_its_end():
+    script = {5: {"a": 2.0}, 6: {"a": 7.0}, 7: {"a": 3.0}, **calm("a", range(8, 100))}
+    fired, resolved = observe(Patient(script), 100)
+    assert (fired.step, resolved.window, resolved.value) == (5, (5, 57), 7.0)
+    assert resolved.message == "scripted in a is over: quiet for 50 steps; x peaked at 7."
+
+
+def test_the_peak_of_a_number_that_falls_is_its_lowest():
+    script = {5: {"a": 0.5}, 6: {"a": 0.1}, 7: {"a": 0.3}, **calm("a", range(8, 100))}
+    assert observe(Patient(script), 100)[-1].value == 0.1
+
+
+def test_after_an_episode_the_same_is_news_again_once_it_has_rested():
+    script = {5: {"a": 2.0}, **calm("a", range(6, 200)), 60: {"a": 2.0}, 61: {"a": None}}
+    quick = [a.step for a in observe(Patient(script), 100)]
+    assert quick == [5, 55, 60]
+    assert [a.step for a in observe(Patient(script, rests=50), 100)] == [5, 55]
+    late = {**script, 110: {"a": 2.0}}
+    assert [a.step for a in observe(Patient(late, rests=50), 120)] == [5, 55, 110]

@@ -23,21 +23,22 @@ def info_by_hand():
     def smooth(of, t):
         return np.median([of(s) for s in range(t - 9, t + 1)])
 
-    return next(
-        t
-        for t in range(60, 400)
-        if smooth(runaway, t) > 20
-        and smooth(runaway, t) >= 1.5 * smooth(runaway, t - 40)
-        and smooth(entropy, t) <= 0.6 * smooth(entropy, t - 40)
-    )
+    def found(t):
+        return (
+            smooth(runaway, t) > 20
+            and smooth(runaway, t) >= 1.5 * smooth(runaway, t - 40)
+            and smooth(entropy, t) <= 0.6 * smooth(entropy, t - 40)
+        )
+
+    return next(t for t in range(60, 400) if found(t) and found(t - 1))
 
 
 def test_golden_info_then_warning_as_logits_pass_the_level():
-    assert info_by_hand() == 240
+    assert info_by_hand() == 241
     alerts = watch(stream(range(1, 300), {"a": collapsing}), RULES)
     assert told(alerts) == [
-        (240, "entropy_collapse", "info"),
-        (260, "entropy_collapse", "warning"),
+        (241, "entropy_collapse", "info"),
+        (261, "entropy_collapse", "warning"),
     ]
     assert alerts[0].statistic == "entropy_ratio"
     assert math.isclose(alerts[0].limit, 0.6 * 0.8, rel_tol=1e-5)
@@ -76,7 +77,7 @@ def test_layers_that_see_one_key_have_no_entropy_and_are_not_judged():
     }
     rules = (EntropyCollapse(), LogitGrowth())
     alerts = watch(stream(range(1, 300), one_key), rules)
-    assert told(alerts) == [(260, "logit_growth", "warning")]
+    assert told(alerts) == [(261, "logit_growth", "warning")]
     assert "entropy ratio not known" in alerts[0].message
 
 
@@ -94,14 +95,29 @@ def test_missing_entropies_hold_the_episode():
 def test_it_works_measured_every_ten_steps():
     run = stream(range(1, 300), {"a": collapsing}, measured=lambda s: s % 10 == 0)
     assert told(watch(run, RULES)) == [
-        (240, "entropy_collapse", "info"),
-        (260, "entropy_collapse", "warning"),
+        (250, "entropy_collapse", "info"),
+        (270, "entropy_collapse", "warning"),
     ]
 
 
 def test_without_a_loss_it_is_still_told():
     run = stream(range(1, 300), {"a": collapsing}, loss=lambda s: None)
     assert told(watch(run, RULES)) == [
-        (240, "entropy_collapse", "info"),
-        (275, "entropy_collapse", "warning"),
+        (241, "entropy_collapse", "info"),
+        (276, "entropy_collapse", "warning"),
     ]
+
+
+def test_half_of_the_heads_are_enough_and_fewer_are_not():
+    def some(n):
+        def at(step):
+            logits = [runaway(step)] * n + [5.0] * (8 - n)
+            return {
+                "qk_abs_max_logit": logits,
+                "entropy_ratio": [entropy(step)] * n + [0.9] * (8 - n),
+            }
+
+        return at
+
+    assert watch(stream(range(1, 300), {"a": some(3)}), RULES) == []
+    assert watch(stream(range(1, 300), {"a": some(4)}), RULES)[0].heads == (0, 1, 2, 3)

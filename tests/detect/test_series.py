@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stability_probe.detect.series import Series, Span, longest
+from stability_probe.detect.series import Series
+from stability_probe.detect.span import Span, longest
 
 SPAN = Span(steps=40, samples=8)
 
@@ -109,10 +110,10 @@ def test_rewind_forgets_the_steps_to_be_done_again():
     assert len(series.raw) == len(series.smooth) == 5
 
 
-def test_forget_clears_one_layer_alone():
+def test_forget_clears_some_columns_alone():
     series = filled(range(1, 60), np.ones((59, 2)))
     assert series.reference_rows(SPAN).min() >= 0
-    series.forget(0)
+    series.forget(slice(0, 1))
     assert series.reference_rows(SPAN)[0] == -1
     assert series.reference_rows(SPAN)[1] >= 0
 
