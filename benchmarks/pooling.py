@@ -42,7 +42,7 @@ def contribution(layers: int, heads: int) -> Contribution:
     blocks = tuple(HeadBlock(f"layers.{i}", heads, 0, heads, 8) for i in range(layers))
     extrema = generator.normal(size=(WIDTH, layers * heads)).astype(np.float32)
     sums = generator.uniform(1, 1e6, size=(len(SUMS), layers * heads))
-    return Contribution(1, 1, True, {"loss": 2.0}, [(blocks, extrema, sums)])
+    return Contribution(1, 1, full=True, numbers={"loss": 2.0}, parts=[(blocks, extrema, sums)])
 
 
 def layout_of(layers: int, heads: int) -> Any:
@@ -101,7 +101,10 @@ def alone(layers: int, heads: int, rounds: int) -> dict[str, float]:
     layout, given = layout_of(layers, heads), contribution(layers, heads)
     ints, floats = pack(layout, given)
     merged = unpack(layout, ints, floats)
-    record = Reduced(layout, merged).record
+
+    def record() -> object:
+        return Reduced.of(layout, merged).record(StepScalars(1))
+
     columns = layers * heads
     return {
         "bytes": ints.nbytes + floats.nbytes,
@@ -110,7 +113,7 @@ def alone(layers: int, heads: int, rounds: int) -> dict[str, float]:
         "from_device_bytes": columns * (4 * WIDTH + 8 * len(SUMS)),
         "pack_ms": 1e3 * statistics.median(timed(lambda: pack(layout, given), rounds)),
         "unpack_ms": 1e3 * statistics.median(timed(lambda: unpack(layout, ints, floats), rounds)),
-        "record_ms": 1e3 * statistics.median(timed(lambda: record(StepScalars(1)), rounds)),
+        "record_ms": 1e3 * statistics.median(timed(record, rounds)),
     }
 
 
