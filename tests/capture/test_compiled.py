@@ -132,7 +132,9 @@ def assert_same_numbers(compiled: Run, eager: Run) -> None:
     assert len(one) > 0
     for name in ("step", "layer", "head"):
         assert list(one[name]) == list(two[name])
-    numbers = [c for c in two if two[c].dtype.kind == "f" and c != "input_rms"]
+    # a bracket is as wide as what it is taken from: scores in eager mode, q and k in a graph
+    other = ("input_rms", "max_logit_low", "max_logit_high")
+    numbers = [c for c in two if two[c].dtype.kind == "f" and c not in other]
     for name in numbers:
         if name.startswith("nonfinite_"):  # in eager mode a softmax is seen before its values
             one.loc[two[name].isna(), name] = np.nan
